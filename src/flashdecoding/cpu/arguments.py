@@ -1,0 +1,119 @@
+"""What a launch hands to the kernels: one packed record, and one row of numbers for each sequence.
+
+Both are arrays of 8-byte numbers, read in the kernels by name at no cost. Addresses and strides are bytes.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple, get_type_hints
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+
+class Arguments(NamedTuple):
+    """One call. ``0`` as an address means "not given"."""
+
+    counters: int  # int64 (4,), zeroed: threads that arrived and next unit in stage 1, threads and next row in stage 2
+    scratch: int  # a thread's scratch follows the other's
+    scratch_stride: int
+    sequences: int  # (batch, len(Sequence._fields)) int64
+    batch: int
+    units: int  # work items of stage 1
+    rows: int  # output rows, all sequences
+    kv_heads: int
+    group_size: int
+    factor: float  # multiplies q: scale, times log2(e) unless softcap follows
+    inverse_softcap: float  # 0: none
+    softcap: float  # times log2(e)
+    q: int
+    q_stride_h: int
+    q_stride_s: int
+    q_stride_d: int
+    k: int
+    k_stride_b: int  # of a sequence, or of a page
+    k_stride_h: int
+    k_stride_s: int
+    k_stride_d: int
+    v: int
+    v_stride_b: int
+    v_stride_h: int
+    v_stride_s: int
+    v_stride_d: int
+    page_table: int  # int32
+    page_table_stride_b: int
+    page_table_stride_p: int
+    page_size: int
+    kv_block: int  # local key j stands at kv_start + (j // kv_block) * kv_stride + j % kv_block
+    kv_stride: int
+    causal: int
+    window: int  # 0: none
+    alibi: int  # float64 (batch, q_heads)
+    sinks: int  # float64 (q_heads,)
+    mask: int  # bytes
+    mask_stride_b: int
+    mask_stride_h: int
+    mask_stride_q: int
+    mask_stride_k: int
+    mask_is_tree: int  # column = position - q_start, instead of the key's index
+    part_o: int  # numerators, (partial rows, padded_dim_v) of type ``sums``
+    part_ml: int  # m (log2) and l of each, float64
+    out: int
+    out_stride_h: int
+    out_stride_s: int
+    out_stride_d: int
+    lse: int  # of type ``scores``
+    lse_stride_h: int
+    lse_stride_s: int
+    state_m: int  # of type ``scores``, with lse's strides; given: out is a state's o
+    state_l: int
+
+    def pack(self) -> bytes:
+        return _PACKER.pack(*self)
+
+
+class Sequence(NamedTuple):
+    """One sequence of the batch."""
+
+    q_base: int  # bytes from q to this sequence's first query; likewise out and lse
+    out_base: int
+    lse_base: int
+    q_len: int
+    q_start: int  # position of the first query
+    kv_start: int  # position of key 0
+    kv_begin: int  # first valid key
+    kv_end: int  # one past the last
+    first: int  # key at which split 0 begins
+    split_keys: int
+    splits: int
+    unit_base: int  # (split, row block) pairs of the sequences before it
+    row_base: int  # output rows before it
+    part_base: int  # partial rows before it
+
+
+_FLOATS = {name for name, kind in get_type_hints(Arguments).items() if kind is float}
+_PACKER = struct.Struct("=" + "".join("d" if name in _FLOATS else "q" for name in Arguments._fields))
+
+
+def _reader(record: Any, floats: set[str]) -> Any:
+    @intrinsic(prefer_literal=True)
+    def read(typing_context, base, name):
+        field = name.literal_value
+        ty = types.float64 if field in floats else types.int64
+        offset = ir.Constant(ir.IntType(64), 8 * record._fields.index(field))
+
+        def code(context, builder, signature, values):
+            at = builder.inttoptr(builder.add(values[0], offset), context.get_data_type(ty).as_pointer())
+            return builder.load(at)
+
+        return ty(types.int64, name), code
+
+    return read
+
+
+argument = _reader(Arguments, _FLOATS)
+sequence_field = _reader(Sequence, set())

@@ -1,0 +1,522 @@
+"""The two stages of flash-decoding on a CPU.
+
+Stage 1 (:func:`run_splits`): a unit is one (sequence, row block, split, kv head). Its rows are all queries of the heads
+that share the kv head, so K and V are read once for the group. Tiles of TILE keys go through scores, one online
+softmax step (2.4.1) and the weighted sum; the numerator stays unnormalised until stage 2.
+Stage 2 (:func:`run_merge`): for each output row the splits are merged in order (2.4.2), sinks join, out and lse are written.
+
+Units and rows are handed out by atomic counters: threads decide who computes an item, never what it is.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import math
+
+from numba import njit
+
+from flashdecoding.cpu.arguments import Sequence, argument, sequence_field
+from flashdecoding.cpu.micro import (
+    KEYS,
+    add_row,
+    dots,
+    fetch_add,
+    load,
+    non_finite_row,
+    pack_row,
+    prefetch_v,
+    row_alibi,
+    row_exponentials,
+    row_maximum,
+    row_softcap,
+    scale_row,
+    square_dots,
+    store,
+    transpose_rows,
+    weigh,
+    write_row,
+    zero_row,
+)
+from flashdecoding.cpu.shape import MAX_ROWS, TILE, fact
+
+kernel = njit(nogil=True, error_model="numpy", boundscheck=False)
+
+LOG2_E = 1.0 / math.log(2.0)
+LN_2 = math.log(2.0)
+ROW_BYTES = 8 * len(Sequence._fields)
+UNIT_BASE = Sequence._fields.index("unit_base")
+ROW_BASE = Sequence._fields.index("row_base")
+
+
+@kernel
+def find_sequence(args, column, value):
+    """Address of the last sequence whose ``column`` is <= value (cumulative counts)."""
+    low, high = 0, argument(args, "batch")
+    base = argument(args, "sequences")
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if load("int64", base + middle * ROW_BYTES, column) <= value:
+            low = middle
+        else:
+            high = middle
+    return base + low * ROW_BYTES
+
+
+@kernel
+def sequence_index(args, seq):
+    return (seq - argument(args, "sequences")) // ROW_BYTES
+
+
+@kernel
+def keys_up_to(args, seq, position):
+    """Number of local keys at positions <= position."""
+    past = position - sequence_field(seq, "kv_start")
+    if past < 0:
+        return 0
+    block, stride = argument(args, "kv_block"), argument(args, "kv_stride")
+    return past // stride * block + min(past % stride + 1, block)
+
+
+@kernel
+def key_position(args, seq, key):
+    block = argument(args, "kv_block")
+    return sequence_field(seq, "kv_start") + key // block * argument(args, "kv_stride") + key % block
+
+
+@kernel
+def copy_row(element_bytes, target, target_stride, source, source_stride, count):
+    """Copy ``count`` elements between rows of any stride."""
+    for i in range(count):
+        to, at = target + i * target_stride, source + i * source_stride
+        for byte in range(element_bytes):
+            store("uint8", to, byte, load("uint8", at, byte))
+
+
+@kernel
+def pack_queries(shape, args, seq, head, first_row, rows, scratch):
+    """Queries of a row block as scaled scores, and each row's interval of visible keys.
+
+    Row r of a kv head is query r // group_size of its head r % group_size. Returns the union of the intervals.
+    """
+    group, causal, window = argument(args, "group_size"), argument(args, "causal"), argument(args, "window")
+    element, gathered = fact(shape, "element_bytes"), scratch + fact(shape, "scratch_gather")
+    lowest, highest = 1 << 62, 0
+    for r in range(rows):
+        i, g = divmod(first_row + r, group)
+        row = argument(args, "q") + sequence_field(seq, "q_base") + i * argument(args, "q_stride_s")
+        row += (head * group + g) * argument(args, "q_stride_h")
+        if argument(args, "q_stride_d") != element:
+            copy_row(element, gathered, element, row, argument(args, "q_stride_d"), fact(shape, "head_dim"))
+            row = gathered
+        pack_row(shape, scratch + r * fact(shape, "q_row_bytes"), row, argument(args, "factor"))
+        position = sequence_field(seq, "q_start") + i
+        low, high = sequence_field(seq, "kv_begin"), sequence_field(seq, "kv_end")
+        if causal:
+            high = min(high, keys_up_to(args, seq, position))
+        if window:
+            low = max(low, keys_up_to(args, seq, position - window))
+        store("int64", scratch + fact(shape, "scratch_low"), r, low)
+        store("int64", scratch + fact(shape, "scratch_high"), r, high)
+        if low < high:
+            lowest, highest = min(lowest, low), max(highest, high)
+    for r in range(0, rows_by_square(shape, rows), fact(shape, "lanes")):
+        offset = r * fact(shape, "q_row_bytes")
+        transpose_rows(shape, scratch + fact(shape, "scratch_columns") + offset, scratch + offset)
+    return lowest, highest
+
+
+@kernel
+def fill_addresses(args, seq, base, stride_b, stride_s, first, count, table):
+    """table[j] = address of the cache row of key first + j: the only place that knows about pages."""
+    if argument(args, "page_table"):
+        page_size = argument(args, "page_size")
+        entry = argument(args, "page_table") + sequence_index(args, seq) * argument(args, "page_table_stride_b")
+        page, slot = divmod(first, page_size)
+        j = 0
+        while j < count:
+            number = load("int32", entry + page * argument(args, "page_table_stride_p"), 0)
+            row = base + number * stride_b + slot * stride_s
+            for _ in range(min(page_size - slot, count - j)):
+                store("int64", table, j, row)
+                row += stride_s
+                j += 1
+            page, slot = page + 1, 0
+    else:
+        row = base + sequence_index(args, seq) * stride_b + first * stride_s
+        for j in range(count):
+            store("int64", table, j, row)
+            row += stride_s
+
+
+@kernel
+def fill_k(args, seq, head, first, count, table):
+    base = argument(args, "k") + head * argument(args, "k_stride_h")
+    fill_addresses(args, seq, base, argument(args, "k_stride_b"), argument(args, "k_stride_s"), first, count, table)
+
+
+@kernel
+def fill_v(args, seq, head, first, count, table):
+    base = argument(args, "v") + head * argument(args, "v_stride_h")
+    fill_addresses(args, seq, base, argument(args, "v_stride_b"), argument(args, "v_stride_s"), first, count, table)
+
+
+@kernel
+def masked_in(args, seq, head, i, key):
+    """The boolean mask's word on one key for query i of a q head."""
+    column = key
+    if argument(args, "mask_is_tree"):
+        column = key_position(args, seq, key) - sequence_field(seq, "q_start")
+        if column < 0 or column >= sequence_field(seq, "q_len"):
+            return True
+    row = argument(args, "mask") + sequence_index(args, seq) * argument(args, "mask_stride_b")
+    row += head * argument(args, "mask_stride_h") + i * argument(args, "mask_stride_q")
+    return load("uint8", row + column * argument(args, "mask_stride_k"), 0) != 0
+
+
+@kernel
+def visible_keys(shape, args, seq, head, first_row, rows, first, count, scratch):
+    """Keep the keys of a tile that some row sees; note who sees what. Returns (keys kept, rows differ)."""
+    group = argument(args, "group_size")
+    keys, seen = scratch + fact(shape, "scratch_keys"), scratch + fact(shape, "scratch_seen")
+    k, v = scratch + fact(shape, "scratch_k"), scratch + fact(shape, "scratch_v")
+    kept, differ = 0, False
+    for j in range(count):
+        key, viewers = first + j, 0
+        for r in range(rows):
+            sees = load("int64", scratch + fact(shape, "scratch_low"), r) <= key
+            sees = sees and key < load("int64", scratch + fact(shape, "scratch_high"), r)
+            if sees and argument(args, "mask"):
+                i, g = divmod(first_row + r, group)
+                sees = masked_in(args, seq, head * group + g, i, key)
+            store("uint8", seen + r * TILE, kept, 1 if sees else 0)
+            viewers += 1 if sees else 0
+        if viewers:
+            store("int64", keys, kept, key)
+            store("int64", k, kept, load("int64", k, j))
+            store("int64", v, kept, load("int64", v, j))
+            kept += 1
+            differ = differ or viewers < rows
+    return kept, differ
+
+
+@kernel
+def gather_rows(shape, table, stride_d, width, area, count):
+    """Replace rows whose elements lie apart by copies in which they are adjacent."""
+    element = fact(shape, "element_bytes")
+    for j in range(count):
+        copy = area + j * fact(shape, "gather_row_bytes")
+        copy_row(element, copy, element, load("int64", table, j), stride_d, width)
+        store("int64", table, j, copy)
+
+
+@kernel
+def adjust_scores(shape, args, seq, head, row, s, count, scratch, differ, r):
+    """Soft cap, ALiBi and visibility on one row of scores (log2 units after the cap)."""
+    group = argument(args, "group_size")
+    if argument(args, "inverse_softcap") != 0.0:
+        row_softcap(shape, s, count, argument(args, "inverse_softcap"), argument(args, "softcap"))
+    if argument(args, "alibi"):
+        i, g = divmod(row, group)
+        slope = load(
+            "float64",
+            argument(args, "alibi"),
+            (sequence_index(args, seq) * argument(args, "kv_heads") + head) * group + g,
+        )
+        origin = key_position(args, seq, load("int64", scratch + fact(shape, "scratch_keys"), 0))
+        query = float(sequence_field(seq, "q_start") + i - origin)
+        row_alibi(shape, s, count, scratch + fact(shape, "scratch_offset"), query, slope * LOG2_E)
+    if differ:
+        for j in range(count):
+            if not load("uint8", scratch + fact(shape, "scratch_seen") + r * TILE, j):
+                store_score(shape, s, j, -math.inf)
+    for j in range(count, (count + fact(shape, "lanes") - 1) // fact(shape, "lanes") * fact(shape, "lanes")):
+        store_score(shape, s, j, -math.inf)
+
+
+@kernel
+def store_score(shape, s, j, value):
+    if fact(shape, "score_bytes") == 8:
+        store("float64", s, j, value)
+    else:
+        store("float32", s, j, value)
+
+
+@kernel
+def fill_offsets(shape, args, seq, count, scratch):
+    """Positions of the tile's keys relative to the first, for ALiBi."""
+    keys = scratch + fact(shape, "scratch_keys")
+    origin = key_position(args, seq, load("int64", keys, 0))
+    for j in range(count):
+        offset = float(key_position(args, seq, load("int64", keys, j)) - origin)
+        store_score(shape, scratch + fact(shape, "scratch_offset"), j, offset)
+
+
+@kernel
+def softmax_step(shape, s, count, ml, o):
+    """One step of online softmax (2.4.1) on a row: scores become weights; m, l and o move to the new maximum."""
+    m, top = load("float64", ml, 0), row_maximum(shape, s, count)
+    if top > m:
+        factor = 2.0 ** (m - top)
+        scale_row(shape, o, factor)
+        store("float64", ml, 0, top)
+        store("float64", ml, 1, load("float64", ml, 1) * factor)
+        m = top
+    base = m if m > -math.inf else 0.0
+    store("float64", ml, 1, load("float64", ml, 1) + row_exponentials(shape, s, count, base))
+
+
+@kernel
+def score_keys(shape, rows, count, scratch):
+    """scores = q . k for a tile, while its V rows are on their way."""
+    k, v, s = scratch + fact(shape, "scratch_k"), scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
+    lanes, q_bytes, s_bytes = fact(shape, "lanes"), fact(shape, "q_row_bytes"), fact(shape, "s_row_bytes")
+    wide, columns = scratch + fact(shape, "scratch_wide"), scratch + fact(shape, "scratch_columns")
+    padded, square_rows = (count + lanes - 1) // lanes * lanes, rows_by_square(shape, rows)
+    for j in range(count, padded):
+        store("int64", k, j, load("int64", k, count - 1))
+        store("int64", v, j, load("int64", v, count - 1))
+    for block in range(0, padded, lanes):
+        if square_rows:
+            for j in range(lanes):
+                pack_row(shape, wide + j * q_bytes, load("int64", k, block + j), 1.0)
+            for r in range(0, square_rows, lanes):
+                to = s + r * s_bytes + block * fact(shape, "score_bytes")
+                square_dots(shape, to, columns + r * q_bytes, wide, v + 8 * block)
+        for j in range(block, block + lanes, KEYS):
+            if square_rows == rows:
+                break
+            for offset in range(KEYS):
+                prefetch_v(shape, load("int64", v, j + offset))
+            to = s + j * fact(shape, "score_bytes")
+            r = square_rows
+            while r + 4 <= rows:
+                dots(shape, 4, to + r * s_bytes, scratch + r * q_bytes, k + 8 * j)
+                r += 4
+            if r + 2 <= rows:
+                dots(shape, 2, to + r * s_bytes, scratch + r * q_bytes, k + 8 * j)
+                r += 2
+            if r < rows:
+                dots(shape, 1, to + r * s_bytes, scratch + r * q_bytes, k + 8 * j)
+
+
+@kernel
+def weigh_values(shape, rows, count, scratch, o):
+    """o += weights . v for a tile, while K rows of the next tile are on their way."""
+    v, ahead, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_next"), scratch + fact(shape, "scratch_s")
+    s_bytes, o_bytes, most = fact(shape, "s_row_bytes"), fact(shape, "o_row_bytes"), fact(shape, "value_rows")
+    blocks, r = (rows + most - 1) // most, 0
+    pace = (256 + blocks - 1) // blocks
+    while r < rows:
+        coming = ahead + 8 * (min(r // most, blocks - 1) * count // blocks)
+        if most >= 8 and r + 8 <= rows:
+            weigh(shape, 8, o + r * o_bytes, s + r * s_bytes, v, coming, pace, count)
+            r += 8
+        elif most >= 4 and r + 4 <= rows:
+            weigh(shape, 4, o + r * o_bytes, s + r * s_bytes, v, coming, pace, count)
+            r += 4
+        elif r + 2 <= rows:
+            weigh(shape, 2, o + r * o_bytes, s + r * s_bytes, v, coming, pace, count)
+            r += 2
+        else:
+            weigh(shape, 1, o + r * o_bytes, s + r * s_bytes, v, coming, pace, count)
+            r += 1
+
+
+@kernel
+def rows_by_square(shape, rows):
+    """Rows of a block for :func:`square_dots`: full squares, and a last one if three quarters of it are in use."""
+    lanes = fact(shape, "lanes")
+    return (rows + lanes // 4) // lanes * lanes
+
+
+@kernel
+def any_non_finite(shape, count, scratch):
+    total = 0.0
+    for j in range(count):
+        total += non_finite_row(shape, load("int64", scratch + fact(shape, "scratch_v"), j))
+    return total != 0.0  # NaN
+
+
+@kernel
+def weigh_seen_values(shape, rows, count, scratch, o):
+    """The same, one visible (row, key) at a time: 0 * NaN of an invisible key must not reach a row."""
+    for r in range(rows):
+        s = scratch + fact(shape, "scratch_s") + r * fact(shape, "s_row_bytes")
+        for j in range(count):
+            if load("uint8", scratch + fact(shape, "scratch_seen") + r * TILE, j):
+                v = scratch + fact(shape, "scratch_v") + 8 * j
+                weigh(shape, 1, o + r * fact(shape, "o_row_bytes"), s + j * fact(shape, "score_bytes"), v, v, 0, 1)
+
+
+@kernel
+def rows_agree(shape, rows, first, count, scratch):
+    """Whether every row sees every key of the tile, as far as intervals go."""
+    for r in range(rows):
+        if load("int64", scratch + fact(shape, "scratch_low"), r) > first:
+            return False
+        if load("int64", scratch + fact(shape, "scratch_high"), r) < first + count:
+            return False
+    return True
+
+
+@kernel
+def attend_tile(shape, args, seq, head, first_row, rows, first, count, scratch, ml, o):
+    """One tile of keys [first, first + count) for all rows of a block."""
+    keys, differ = scratch + fact(shape, "scratch_keys"), False
+    fill_v(args, seq, head, first, count, scratch + fact(shape, "scratch_v"))
+    if argument(args, "mask") or not rows_agree(shape, rows, first, count, scratch):
+        count, differ = visible_keys(shape, args, seq, head, first_row, rows, first, count, scratch)
+        if count == 0:
+            return
+    elif argument(args, "alibi"):
+        for j in range(count):
+            store("int64", keys, j, first + j)
+    element, gathered = fact(shape, "element_bytes"), scratch + fact(shape, "scratch_gather")
+    if argument(args, "k_stride_d") != element:
+        area = gathered + fact(shape, "gather_row_bytes")
+        k = scratch + fact(shape, "scratch_k")
+        gather_rows(shape, k, argument(args, "k_stride_d"), fact(shape, "head_dim"), area, count)
+    if argument(args, "v_stride_d") != element:
+        area = gathered + fact(shape, "gather_row_bytes") * (1 + TILE)
+        v = scratch + fact(shape, "scratch_v")
+        gather_rows(shape, v, argument(args, "v_stride_d"), fact(shape, "head_dim_v"), area, count)
+    score_keys(shape, rows, count, scratch)
+    if argument(args, "alibi"):
+        fill_offsets(shape, args, seq, count, scratch)
+    for r in range(rows):
+        s = scratch + fact(shape, "scratch_s") + r * fact(shape, "s_row_bytes")
+        adjust_scores(shape, args, seq, head, first_row + r, s, count, scratch, differ, r)
+        softmax_step(shape, s, count, ml + 16 * r, o + r * fact(shape, "o_row_bytes"))
+    if differ and any_non_finite(shape, count, scratch):
+        weigh_seen_values(shape, rows, count, scratch, o)
+    else:
+        weigh_values(shape, rows, count, scratch, o)
+
+
+@kernel
+def split_unit(shape, args, unit, scratch):
+    """Stage 1 for one unit: the partial state of a row block over one split."""
+    kv_heads = argument(args, "kv_heads")
+    work, head = divmod(unit, kv_heads)
+    seq = find_sequence(args, UNIT_BASE, work)
+    block, split = divmod(work - sequence_field(seq, "unit_base"), sequence_field(seq, "splits"))
+    all_rows = argument(args, "group_size") * sequence_field(seq, "q_len")
+    first_row = block * MAX_ROWS
+    rows = min(MAX_ROWS, all_rows - first_row)
+    part = sequence_field(seq, "part_base") + (split * kv_heads + head) * all_rows + first_row
+    o = argument(args, "part_o") + part * fact(shape, "o_row_bytes")
+    ml = argument(args, "part_ml") + part * 16
+    for r in range(rows):
+        zero_row(shape, o + r * fact(shape, "o_row_bytes"))
+        store("float64", ml, 2 * r, -math.inf)
+        store("float64", ml, 2 * r + 1, 0.0)
+    lowest, highest = pack_queries(shape, args, seq, head, first_row, rows, scratch)
+    first = sequence_field(seq, "first") + split * sequence_field(seq, "split_keys")
+    stop = min(highest, first + sequence_field(seq, "split_keys"))
+    first = max(lowest, first)
+    k, next_k = scratch + fact(shape, "scratch_k"), scratch + fact(shape, "scratch_next")
+    coming = min(TILE, stop - first)
+    fill_k(args, seq, head, first, coming, next_k)
+    while first < stop:
+        count = coming
+        for j in range(count):
+            store("int64", k, j, load("int64", next_k, j))
+        coming = min(TILE, stop - first - count)
+        fill_k(args, seq, head, first + count, coming, next_k)
+        for j in range(max(coming, 0), count):
+            store("int64", next_k, j, load("int64", k, j))
+        attend_tile(shape, args, seq, head, first_row, rows, first, count, scratch, ml, o)
+        first += count
+
+
+@kernel
+def run_splits(shape, args):
+    """Stage 1 on one thread: units until none is left."""
+    counters = argument(args, "counters")
+    scratch = argument(args, "scratch") + fetch_add(counters, 1) * argument(args, "scratch_stride")
+    units = argument(args, "units")
+    unit = fetch_add(counters + 8, 1)
+    while unit < units:
+        split_unit(shape, args, unit, scratch)
+        unit = fetch_add(counters + 8, 1)
+
+
+@kernel
+def merge_splits(shape, args, seq, head, row, o):
+    """Merge one row's splits in order (2.4.2): o becomes the numerator. Returns m (log2) and l."""
+    all_rows = argument(args, "group_size") * sequence_field(seq, "q_len")
+    splits, kv_heads = sequence_field(seq, "splits"), argument(args, "kv_heads")
+    part = sequence_field(seq, "part_base") + head * all_rows + row
+    part_o, part_ml = argument(args, "part_o"), argument(args, "part_ml")
+    m, l = -math.inf, 0.0  # noqa: E741
+    for split in range(splits):
+        m = max(m, load("float64", part_ml + (part + split * kv_heads * all_rows) * 16, 0))
+    base = m if m > -math.inf else 0.0
+    zero_row(shape, o)
+    for split in range(splits):
+        index = part + split * kv_heads * all_rows
+        weight = 2.0 ** (load("float64", part_ml + index * 16, 0) - base)
+        l += weight * load("float64", part_ml + index * 16, 1)  # noqa: E741
+        add_row(shape, o, part_o + index * fact(shape, "o_row_bytes"), weight)
+    return m, l
+
+
+@kernel
+def normaliser(args, q_head, m, l):  # noqa: E741
+    """1 over the denominator of o, in which a sink joins; 0 for an empty row."""
+    if l == 0.0:
+        return 0.0
+    if not argument(args, "sinks"):
+        return 1.0 / l
+    sink = load("float64", argument(args, "sinks"), q_head) * LOG2_E
+    top = max(m, sink)
+    weight = 2.0 ** (m - top)
+    return weight / (l * weight + 2.0 ** (sink - top))
+
+
+@kernel
+def write_output(shape, args, seq, i, q_head, o, factor, scratch):
+    out = argument(args, "out") + sequence_field(seq, "out_base")
+    out += q_head * argument(args, "out_stride_h") + i * argument(args, "out_stride_s")
+    if argument(args, "state_m"):
+        write_row(shape, True, out, o, factor)
+        return
+    element = fact(shape, "element_bytes")
+    if argument(args, "out_stride_d") == element:
+        write_row(shape, False, out, o, factor)
+    else:
+        row = scratch + fact(shape, "scratch_gather")
+        write_row(shape, False, row, o, factor)
+        copy_row(element, out, argument(args, "out_stride_d"), row, element, fact(shape, "head_dim_v"))
+
+
+@kernel
+def merge_row(shape, args, number, scratch):
+    """Stage 2 for one output row."""
+    seq = find_sequence(args, ROW_BASE, number)
+    group = argument(args, "group_size")
+    head, row = divmod(number - sequence_field(seq, "row_base"), group * sequence_field(seq, "q_len"))
+    i, g = divmod(row, group)
+    q_head = head * group + g
+    o = scratch + fact(shape, "scratch_o")
+    m, l = merge_splits(shape, args, seq, head, row, o)  # noqa: E741
+    write_output(shape, args, seq, i, q_head, o, normaliser(args, q_head, m, l), scratch)
+    at = sequence_field(seq, "lse_base") + q_head * argument(args, "lse_stride_h") + i * argument(args, "lse_stride_s")
+    if argument(args, "lse"):
+        store_score(shape, argument(args, "lse") + at, 0, m * LN_2 + math.log(l))
+    if argument(args, "state_m"):
+        store_score(shape, argument(args, "state_m") + at, 0, m * LN_2)
+        store_score(shape, argument(args, "state_l") + at, 0, l)
+
+
+@kernel
+def run_merge(shape, args):
+    """Stage 2 on one thread: rows until none is left."""
+    counters = argument(args, "counters")
+    scratch = argument(args, "scratch") + fetch_add(counters + 16, 1) * argument(args, "scratch_stride")
+    rows = argument(args, "rows")
+    number = fetch_add(counters + 24, 1)
+    while number < rows:
+        merge_row(shape, args, number, scratch)
+        number = fetch_add(counters + 24, 1)
