@@ -1,22 +1,21 @@
-"""The entry points: check the call, cut it into splits, run the device's two stages, finalise.
+"""The entry points: check the call, cut it into splits, run the device's two stages.
 
-Formulas: `docs/algorithm.md`. The contract that every backend keeps: the tests in `tests/test_contract.py`.
+Formulas: `docs/algorithm.md`. What every backend promises: `tests/test_contract.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from flashdecoding.checks import Call, Lengths, check_call, check_out, refuse_grad, refuse_quantised
-from flashdecoding.plan import CPU_MODEL, DecodeProblem, SplitPlan
+from flashdecoding import ops
+from flashdecoding.checks import Call, Lengths, check_call, check_out, check_plan, refuse_grad, refuse_quantised
+from flashdecoding.plan import CPU_MODEL, Cut, SplitPlan, cut_batch
 from flashdecoding.state import AttentionState
 
 Scale = float | torch.Tensor
 
 
-def decode_attention(  # noqa: PLR0913
+def decode_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -41,29 +40,84 @@ def decode_attention(  # noqa: PLR0913
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention of a few queries over a long KV cache."""
-    refuse_quantised("decode_attention", k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
-    refuse_grad("decode_attention", q, k, v, sinks, alibi_slopes)
+    """Exact attention of a few queries over a long KV cache (2.1.1), cut into splits that run in parallel (2.5).
+
+    Axes are (batch, heads, sequence, head_dim) with any strides; a cache stored sequence-first is passed as the view
+    ``k_cache.transpose(1, 2)``, without a copy. A key is visible to a query if it is within the length AND not before
+    ``kv_begin`` AND allowed by ``causal`` AND by ``window`` AND by ``mask``; what no query sees reaches no result,
+    whatever it holds.
+
+    Args:
+        q: (B, Hq, Sq, D), float16, bfloat16, float32 or float64. With ``cu_q_lens``: packed (1, Hq, T, D).
+        k, v: contiguous (B, Hkv, S, D) and (B, Hkv, S, Dv), or with ``page_table`` pages (pages, Hkv, page_size, D or
+            Dv); q's dtype; Hq % Hkv == 0, query head h reads kv head h // (Hq // Hkv). v may alias k (latent
+            attention).
+        seqlens: valid keys of each sequence, new tokens included: a list, an int for all, or a (B,) integer tensor.
+            Default: all S. Required with ``page_table``.
+        page_table: (B, max_pages) int32: key j of sequence b is slot j % page_size of page page_table[b, j //
+            page_size]. Entries past a sequence's length, or before its window, are not used and may hold anything.
+        kv_begin: (B,) first valid key of each sequence (left padding); keys before it are not read.
+        cu_q_lens: (B + 1,) int32, where each sequence's queries begin in packed q; ``max_q_len`` goes with it. Tokens
+            past the last offset give 0 and -inf.
+        max_q_len: at least the longest query count, a host int.
+        scale: multiplies q.k; default 1 / sqrt(D).
+        causal: query i sees keys up to position i + seqlen - q_len (bottom-right).
+        window: number of visible keys up to and including the query's own position; limits the past, also without
+            ``causal``.
+        softcap: c > 0 replaces a score s by c * tanh(s / c), before masks and bias.
+        sinks: (Hq,) logits (natural) that join the softmax denominator once. -inf: none.
+        alibi_slopes: (Hq,) or (B, Hq): adds -slope * |query position - key position|.
+        mask: bool, True = visible. Dense (B or 1, Hq or 1, Sq, S or max_pages * page_size), or a draft tree
+            (B or 1, Sq, Sq) over the last Sq keys, the context before them visible. Sq is ``max_q_len`` when packed.
+        k_scale, v_scale, k_zero, v_zero: for quantised caches, which no backend reads yet.
+        plan: a :class:`SplitPlan` from :func:`plan_decode` for these lengths and heads; else the call makes its own.
+        out: (B, Hq, Sq, Dv) tensor of q's dtype to write into; mutated.
+        return_lse: also return the log-sum-exp of the visible scores, sinks not counted.
+
+    Returns:
+        out (B, Hq, Sq, Dv) in q's dtype, its axes in memory in the order of q's; with ``return_lse`` also lse
+        (B, Hq, Sq), natural log, float32 (float64 for float64). A query that sees no key gets out 0 and lse -inf.
+        Packed like q.
+
+    Raises:
+        ValueError: arguments that do not fit, all reasons named; or an input requires grad while grad is enabled.
+        NotImplementedError: a device or cache format without a backend.
+
+    Example:
+        >>> q, k, v = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 300, 64), torch.randn(2, 2, 300, 64)
+        >>> out = decode_attention(q, k, v, seqlens=[300, 17])
+        >>> out.shape
+        torch.Size([2, 8, 1, 64])
+    """
+    caller = "decode_attention"
+    refuse_quantised(caller, k_scale, v_scale, k_zero, v_zero)
+    refuse_grad(caller, (q, k, v, sinks, alibi_slopes))
+    if torch.compiler.is_compiling():
+        if plan is not None:
+            check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, window)
+            seqlens = plan.seqlens if seqlens is None else seqlens
+        result = ops.traced_decode(
+            q, k, v, out, seqlens=seqlens, page_table=page_table, kv_begin=kv_begin, cu_q_lens=cu_q_lens,
+            max_q_len=max_q_len, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
+            alibi_slopes=alibi_slopes, mask=mask,
+        )  # fmt: skip
+        return result if return_lse else result[0]
     call = check_call(
-        "decode_attention", q, k, v, seqlens=seqlens, page_table=page_table, kv_begin=kv_begin, cu_q_lens=cu_q_lens,
+        caller, q, k, v, seqlens=seqlens, page_table=page_table, kv_begin=kv_begin, cu_q_lens=cu_q_lens,
         max_q_len=max_q_len, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
         alibi_slopes=alibi_slopes, mask=mask, plan=plan,
     )  # fmt: skip
-    shape = (*q.shape[:3], call.head_dim_v)
     if out is None:
-        out = _empty_like(q, call.head_dim_v)
+        out = ops.empty_output(q, call.checked.head_dim_v)
     else:
-        check_out("decode_attention", out, shape, q)
+        check_out(call, out)
     from flashdecoding.cpu.launch import decode
 
-    lse = decode(call, plan or _plan(call), out, return_lse)
-    if return_lse:
-        assert lse is not None
-        return out, lse
-    return out
+    lse = decode(call, _cut(call, plan), out, return_lse)
+    return out if lse is None else (out, lse)
 
 
-def partial_attention(  # noqa: PLR0913
+def partial_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -89,37 +143,67 @@ def partial_attention(  # noqa: PLR0913
     kv_block: int | None = None,
     kv_stride: int | None = None,
 ) -> AttentionState:
-    """The state (m, l, o) of attention over a piece of the keys; states merge to the whole."""
-    refuse_quantised("partial_attention", k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero)
-    refuse_grad("partial_attention", q, k, v, alibi_slopes)
+    """Attention over a piece of the keys, as a state (m, l, o) that merges exactly with those of the other pieces
+    (2.4).
+
+    Arguments as in :func:`decode_attention`, but ``k``, ``v``, ``seqlens``, ``kv_begin`` and a dense ``mask`` speak of
+    the piece's own (local) keys. Local key j stands at position
+    ``kv_start + (j // kv_block) * kv_stride + j % kv_block`` of the sequence, so that causal, window and ALiBi stay
+    right for prefixes and shards. Sinks belong to the merged state: ``state.finalize(dtype, sinks=sinks)``.
+
+    Args:
+        q_start: position of each sequence's first query, an int or (B,). Default: the queries are the piece's last
+            positions, ``kv_start + seqlens - q_len``. Required with ``kv_block``.
+        kv_start: position of local key 0, an int or (B,).
+        kv_block, kv_stride: keys that stand together, and the distance from one such block to the next (round-robin
+            shards); default: all keys stand together.
+
+    Returns:
+        :class:`AttentionState` with m, l (B, Hq, Sq, 1) and o (B, Hq, Sq, Dv), float32 (float64 for float64).
+        m is natural-log scaled, o normalised; a query that sees no key has m = -inf, l = 0, o = 0.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`decode_attention`.
+
+    Example:
+        >>> q, k, v = torch.randn(1, 4, 1, 32), torch.randn(1, 4, 90, 32), torch.randn(1, 4, 90, 32)
+        >>> head = partial_attention(q, k[:, :, :50], v[:, :, :50], q_start=89)
+        >>> tail = partial_attention(q, k[:, :, 50:], v[:, :, 50:], kv_start=50)
+        >>> torch.allclose(head.merge(tail).finalize(), decode_attention(q, k, v), atol=1e-6)
+        True
+    """
+    caller = "partial_attention"
+    refuse_quantised(caller, k_scale, v_scale, k_zero, v_zero)
+    refuse_grad(caller, (q, k, v, alibi_slopes))
+    if torch.compiler.is_compiling():
+        if plan is not None:
+            check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, None if q_start is not None else window)
+            seqlens = plan.seqlens if seqlens is None else seqlens
+        m, l, o = ops.traced_partial(
+            q, k, v, seqlens=seqlens, page_table=page_table, kv_begin=kv_begin, cu_q_lens=cu_q_lens,
+            max_q_len=max_q_len, scale=scale, causal=causal, window=window, softcap=softcap,
+            alibi_slopes=alibi_slopes, mask=mask, q_start=q_start, kv_start=kv_start, kv_block=kv_block,
+            kv_stride=kv_stride,
+        )  # fmt: skip
+        return AttentionState(m, l, o)
     call = check_call(
-        "partial_attention", q, k, v, seqlens=seqlens, page_table=page_table, kv_begin=kv_begin, cu_q_lens=cu_q_lens,
+        caller, q, k, v, seqlens=seqlens, page_table=page_table, kv_begin=kv_begin, cu_q_lens=cu_q_lens,
         max_q_len=max_q_len, scale=scale, causal=causal, window=window, softcap=softcap, sinks=None,
         alibi_slopes=alibi_slopes, mask=mask, plan=plan, q_start=q_start, kv_start=kv_start, kv_block=kv_block,
         kv_stride=kv_stride,
     )  # fmt: skip
     from flashdecoding.cpu.launch import partial_state
 
-    return partial_state(call, plan or _plan(call))
+    return partial_state(call, _cut(call, plan))
 
 
-def _plan(call: Call) -> SplitPlan:
-    """A plan for this call alone."""
-    positioned = call.q_start is not None or call.kv_start is not None
-    problem = DecodeProblem(
-        call.batch, call.q_heads, call.kv_heads, call.head_dim, call.head_dim_v, call.q.dtype, call.q_len,
-        None if positioned else call.window,
-    )  # fmt: skip
-    plan = SplitPlan(problem, CPU_MODEL)
-    plan.rewrite(call.seqlens)
-    return plan
+def _cut(call: Call, plan: SplitPlan | None) -> Cut:
+    """The plan's splits, or those of this call alone."""
+    if plan is not None:
+        return plan.cut
+    checked = call.checked
+    window = None if call.positioned else checked.window
+    return cut_batch(call.seqlens, checked.q_len, window, checked.kv_heads, CPU_MODEL)
 
 
-def _empty_like(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
-    """An output (batch, heads, q_len, head_dim_v) whose axes lie in memory in q's order."""
-    if q.is_contiguous():
-        return q.new_empty((*q.shape[:3], head_dim_v))
-    order = sorted(range(4), key=lambda axis: q.stride(axis), reverse=True)
-    shape = (*q.shape[:3], head_dim_v)
-    packed = q.new_empty([shape[axis] for axis in order])
-    return packed.permute([order.index(axis) for axis in range(4)])
+ops.bind(decode_attention, partial_attention)

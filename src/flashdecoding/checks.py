@@ -1,13 +1,16 @@
 """Every refusal a user can meet, in one voice, and the checked form of a call.
 
-:func:`check_call` reads the arguments of an attention call once and either raises one error that names every reason,
-or returns a :class:`Call`, in which lengths are host numbers and every optional argument has its meaning.
+A decode loop repeats the same shapes, strides and options in every layer and step. What depends on these alone, a
+:class:`Signature`, is checked once and remembered; what depends on values (lengths) is checked in every call.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,55 +38,113 @@ class Refusal:
             self.reasons.append(reason)
         return condition
 
-    def raise_if_any(self, context: str = "", error: type[Exception] = ValueError) -> None:
+    def raise_if_any(self, given: str = "", error: type[Exception] = ValueError) -> None:
+        """Raise ``error`` with every reason noted, and with what was ``given``."""
         if self.reasons:
-            if len(self.reasons) == 1:
-                text = f"{self.caller}: {self.reasons[0]}"
-            else:
-                text = f"{self.caller}: {len(self.reasons)} reasons:" + "".join(f"\n  - {r}" for r in self.reasons)
-            raise error(text + (f"\n  given: {context}" if context else ""))
+            one = len(self.reasons) == 1
+            listed = f" {self.reasons[0]}" if one else "".join(f"\n  - {reason}" for reason in self.reasons)
+            count = "" if one else f" {len(self.reasons)} reasons:"
+            raise error(f"{self.caller}:{count}{listed}" + (f"\n  given: {given}" if given else ""))
 
 
-def refuse_without_backend(device: torch.device, caller: str) -> None:
-    """Raises NotImplementedError for a device that no backend serves."""
-    if device.type != "cpu":
-        raise NotImplementedError(f"{caller}: no backend for {device.type!r} tensors; the CPU has one")
+class Facts(NamedTuple):
+    """What a signature keeps of a tensor; ``shape`` is None where the user gave something else."""
+
+    shape: Any
+    stride: Any
+    dtype: Any
+    device: Any
+    kind: str = "Tensor"
+
+    @classmethod
+    def of(cls, value: Any) -> Facts:
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            return cls(value.shape, value.stride(), value.dtype, value.device)
+        return cls(None, None, None, None, type(value).__name__)
+
+    @classmethod
+    def of_given(cls, value: Any) -> Facts | None:
+        return None if value is None else cls.of(value)
+
+    def __str__(self) -> str:
+        return self.kind if self.shape is None else f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
-class Call(NamedTuple):
-    """A checked attention call. Per-sequence numbers are host lists of length ``batch``."""
+class Signature(NamedTuple):
+    """All that a call's checks and launch depend on, but for values in tensors and lengths."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    caller: str
+    q: Facts
+    k: Facts
+    v: Facts
+    page_table: Facts | None
+    cu_q_lens: Facts | None
+    max_q_len: int | None
+    scale: float | None
+    causal: bool
+    window: int | None
+    softcap: float | None
+    sinks: Facts | None
+    alibi_slopes: Facts | None
+    mask: Facts | None
+    has_lengths: bool
+    has_q_start: bool
+    kv_block: int | None
+    kv_stride: int | None
+
+    def __str__(self) -> str:
+        return f"q {self.q}, k {self.k}, v {self.v}"
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """A signature found right, in the terms of the kernels. Compared by identity: one signature has one."""
+
+    signature: Signature
     batch: int
     q_heads: int
     kv_heads: int
     head_dim: int
     head_dim_v: int
+    dtype: torch.dtype
     q_len: int  # queries a sequence; the most, if ragged
+    ragged: bool
     capacity: int  # keys that a sequence's cache can hold
-    seqlens: list[int]
-    page_table: torch.Tensor | None
-    page_size: int
-    kv_begin: list[int] | None
-    q_offsets: list[int] | None  # ragged: cu_q_lens
-    q_lens: list[int] | None  # ragged: their differences
-    q_start: list[int] | None  # position of each sequence's first query; None: the last q_len positions of seqlens
-    kv_start: list[int] | None  # position of key 0; None: 0
-    kv_block: int | None
-    kv_stride: int | None
+    page_size: int  # 0: contiguous
+    pages: int
     scale: float
     causal: bool
     window: int | None
     softcap: float | None
+    mask_is_tree: bool
+    kv_block: int | None
+    kv_stride: int | None
+
+
+class Call(NamedTuple):
+    """A checked call. Per-sequence numbers are host lists of length ``batch``."""
+
+    checked: Checked
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    page_table: torch.Tensor | None
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     mask: torch.Tensor | None
-    mask_is_tree: bool
+    seqlens: list[int]
+    kv_begin: list[int] | None
+    q_offsets: list[int] | None  # ragged: cu_q_lens
+    q_start: list[int] | None  # position of each sequence's first query; None: the last q_len positions of its keys
+    kv_start: list[int] | None  # position of key 0; None: 0
+
+    @property
+    def positioned(self) -> bool:
+        """Whether keys are a piece of the sequence, so that a window does not shrink the work beforehand."""
+        return self.q_start is not None or self.kv_start is not None
 
 
-def check_call(  # noqa: PLR0913
+def check_call(
     caller: str,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -107,94 +168,87 @@ def check_call(  # noqa: PLR0913
     kv_block: int | None = None,
     kv_stride: int | None = None,
 ) -> Call:
-    """Check everything the host can know; see :class:`Call`."""
-    refusal = Refusal(caller)
-    _check_tensors(refusal, q, k, v)
-    refusal.raise_if_any(_shapes(q, k, v), NotImplementedError if _is_foreign(q, k, v) else ValueError)
-    _check_shapes(refusal, q, k, v, page_table)
-    _check_numbers(refusal, scale, causal, window, softcap, kv_block, kv_stride, q_start)
-    refusal.raise_if_any(_shapes(q, k, v))
-
-    q_heads, head_dim, head_dim_v = q.shape[1], q.shape[3], v.shape[3]
-    kv_heads = k.shape[1]
-    q_offsets, q_lens = _check_ragged(refusal, q, cu_q_lens, max_q_len)
-    refusal.raise_if_any(_shapes(q, k, v))
-    batch = q.shape[0] if q_offsets is None else len(q_offsets) - 1
-    q_len = q.shape[2] if q_offsets is None else int(max_q_len or 0)
-    if page_table is None:
-        page_size, capacity = 0, k.shape[2]
-        refusal.unless(k.shape[0] == batch, f"k must have q's batch of {batch}, got {k.shape[0]}")
-    else:
-        page_size, capacity = k.shape[2], page_table.shape[1] * k.shape[2]
-        refusal.unless(page_table.shape[0] == batch, f"page_table must have {batch} rows, got {page_table.shape[0]}")
-    mask_is_tree = _check_mask(refusal, mask, batch, q_heads, q_len, capacity)
-    _check_per_head(refusal, "sinks", sinks, [(q_heads,)], q)
-    _check_per_head(refusal, "alibi_slopes", alibi_slopes, [(q_heads,), (batch, q_heads)], q)
-    refusal.raise_if_any(_shapes(q, k, v))
-
-    lengths = _check_seqlens(refusal, caller, seqlens, plan, batch, capacity, page_table is not None)
-    begin = None if kv_begin is None else host_lengths(kv_begin, batch, capacity, caller, "kv_begin")
-    starts = None if q_start is None else host_lengths(q_start, batch, None, caller, "q_start")
-    origins = None if _is_zero(kv_start) else host_lengths(kv_start, batch, None, caller, "kv_start")
+    """Check everything the host can know. Raises one ValueError that names every reason."""
+    of, given = Facts.of, Facts.of_given
+    signature = Signature(
+        caller, of(q), of(k), of(v), given(page_table), given(cu_q_lens), max_q_len, scale, causal, window, softcap,
+        given(sinks), given(alibi_slopes), given(mask),
+        seqlens is not None or plan is not None, q_start is not None, kv_block, kv_stride,
+    )  # fmt: skip
+    try:
+        checked = check_signature(signature)
+    except TypeError:  # something unhashable among the numbers, which the checks refuse
+        checked = check_signature.__wrapped__(signature)
+    batch, capacity = checked.batch, checked.capacity
+    offsets = None if cu_q_lens is None else _check_offsets(signature, cu_q_lens.tolist())
+    lengths = _check_lengths(signature, checked, seqlens, plan)
+    call = Call(
+        checked, q, k, v, page_table, sinks, alibi_slopes, mask, lengths,
+        None if kv_begin is None else host_lengths(kv_begin, batch, capacity, caller, "kv_begin"),
+        offsets,
+        None if q_start is None else host_lengths(q_start, batch, None, caller, "q_start"),
+        None if type(kv_start) is int and kv_start == 0 else host_lengths(kv_start, batch, None, caller, "kv_start"),
+    )  # fmt: skip
     if plan is not None:
-        positioned = starts is not None or origins is not None or kv_block is not None
-        _check_plan(refusal, plan, batch, q_heads, kv_heads, head_dim, head_dim_v, q, q_len, window, positioned)
-        refusal.raise_if_any(_shapes(q, k, v))
-    return Call(
-        q=q, k=k, v=v, batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, head_dim_v=head_dim_v,
-        q_len=q_len, capacity=capacity, seqlens=lengths, page_table=page_table, page_size=page_size, kv_begin=begin,
-        q_offsets=q_offsets, q_lens=q_lens, q_start=starts, kv_start=origins, kv_block=kv_block, kv_stride=kv_stride,
-        scale=1.0 / math.sqrt(head_dim) if scale is None else float(scale), causal=causal, window=window,
-        softcap=None if softcap is None else float(softcap), sinks=sinks, alibi_slopes=alibi_slopes, mask=mask,
-        mask_is_tree=mask_is_tree,
+        check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, None if call.positioned else window)
+    return call
+
+
+@functools.lru_cache(maxsize=4096)
+def check_signature(signature: Signature) -> Checked:
+    """The checks that need no values. Raises ValueError, or NotImplementedError for what has no backend."""
+    refusal, s = Refusal(signature.caller), signature
+    _check_tensors(refusal, s)
+    refusal.raise_if_any(str(s))
+    if any(t.device.type != "cpu" for t in (s.q, s.k, s.v)):
+        devices = ", ".join(str(t.device) for t in (s.q, s.k, s.v))
+        raise NotImplementedError(f"{s.caller}: q, k, v are on {devices}; only the CPU has a backend")
+    _check_shapes(refusal, s)
+    _check_numbers(refusal, s)
+    _check_tables(refusal, s)
+    refusal.raise_if_any(str(s))
+
+    batch = s.q.shape[0] if s.cu_q_lens is None else s.cu_q_lens.shape[0] - 1
+    q_len = s.q.shape[2] if s.max_q_len is None else s.max_q_len
+    page_size = 0 if s.page_table is None else s.k.shape[2]
+    capacity = s.k.shape[2] if s.page_table is None else s.page_table.shape[1] * page_size
+    if s.page_table is None:
+        refusal.unless(s.k.shape[0] == batch, f"k must have q's batch of {batch}, got {s.k.shape[0]}")
+    else:
+        rows = s.page_table.shape[0]
+        refusal.unless(rows == batch, f"page_table must have a row for each of {batch} sequences, got {rows}")
+        refusal.unless(s.has_lengths, "seqlens must be given with page_table")
+    q_heads = s.q.shape[1]
+    _check_mask(refusal, s.mask, batch, q_heads, q_len, capacity)
+    _check_per_head(refusal, "sinks", s.sinks, [(q_heads,)])
+    _check_per_head(refusal, "alibi_slopes", s.alibi_slopes, [(q_heads,), (batch, q_heads)])
+    refusal.raise_if_any(str(s))
+    return Checked(
+        signature=s, batch=batch, q_heads=q_heads, kv_heads=s.k.shape[1], head_dim=s.q.shape[3],
+        head_dim_v=s.v.shape[3], dtype=s.q.dtype, q_len=q_len, ragged=s.cu_q_lens is not None,
+        capacity=capacity, page_size=page_size, pages=0 if s.page_table is None else s.k.shape[0],
+        scale=1.0 / math.sqrt(s.q.shape[3]) if s.scale is None else float(s.scale), causal=s.causal, window=s.window,
+        softcap=None if s.softcap is None else float(s.softcap),
+        mask_is_tree=s.mask is not None and len(s.mask.shape) == 3,
+        kv_block=s.kv_block, kv_stride=s.kv_stride,
     )  # fmt: skip
 
 
-def refuse_quantised(caller: str, **scales: object) -> None:
-    """No backend reads quantised caches yet."""
-    given = [name for name, value in scales.items() if value is not None]
-    if given:
-        raise NotImplementedError(
-            f"{caller}: {', '.join(given)}: quantised caches have no backend yet; k and v must have q's dtype"
-        )
-
-
-def refuse_grad(caller: str, *tensors: torch.Tensor | None) -> None:
-    """Forward only: raises where autograd would expect a gradient."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise ValueError(f"{caller}: computes no gradients, but an input requires grad; call it under torch.no_grad()")
-
-
-def check_out(caller: str, out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
-    """``out`` must be writable storage of the result's shape."""
-    refusal = Refusal(caller)
-    if refusal.unless(isinstance(out, torch.Tensor), f"out must be a tensor, got {type(out).__name__}"):
-        refusal.unless(out.shape == shape, f"out must have shape {shape}, got {tuple(out.shape)}")
-        refusal.unless(out.dtype == q.dtype, f"out must have q's dtype {q.dtype}, got {out.dtype}")
-        refusal.unless(out.device == q.device, f"out must be on q's device {q.device}, got {out.device}")
-        pairs = zip(out.shape, out.stride(), strict=True)
-        folded = [(n, s) for n, s in pairs if n > 1 and s == 0]
-        refusal.unless(not folded, f"out must not be an expanded view, got strides {out.stride()}")
-    refusal.raise_if_any()
-
-
-def host_lengths(
-    lengths: Lengths, batch: int, most: int | None, caller: str, name: str = "seqlens"
-) -> list[int]:
+def host_lengths(lengths: Lengths, batch: int, most: int | None, caller: str, name: str = "seqlens") -> list[int]:
     """Lengths as a list of ints: ``batch`` of them (a single number stands for all), each in [0, most]."""
     refusal = Refusal(caller)
     if isinstance(lengths, torch.Tensor):
         refusal.unless(lengths.dtype in _INTEGER_DTYPES, f"{name} must be an integer tensor, got {lengths.dtype}")
         refusal.unless(lengths.dim() <= 1, f"{name} must have shape ({batch},), got {tuple(lengths.shape)}")
+        refusal.unless(lengths.device.type == "cpu", f"{name} must be on the CPU, got {lengths.device}")
         refusal.raise_if_any()
         numbers: list[Any] = lengths.tolist() if lengths.dim() else [lengths.item()] * batch
     else:
         numbers = list(lengths) if isinstance(lengths, Iterable) else [lengths] * batch
-    refusal.unless(
-        len(numbers) == batch, f"{name} must hold {batch} numbers, one a sequence, got {len(numbers)}"
-    )
-    bad = [(b, n) for b, n in enumerate(numbers) if not _in_range(n, most)]
-    if bad:
+    if len(numbers) != batch:
+        refusal.unless(False, f"{name} must hold {batch} numbers, one a sequence, got {len(numbers)}")
+    if not all(_in_range(n, most) for n in numbers):
+        bad = [(b, n) for b, n in enumerate(numbers) if not _in_range(n, most)]
         shown = ", ".join(f"{name}[{b}] = {n!r}" for b, n in bad[:8]) + (", ..." if len(bad) > 8 else "")
         limit = ">= 0" if most is None else f"in [0, {most}]"
         refusal.unless(False, f"{name} must be whole numbers {limit}, got {shown}")
@@ -202,169 +256,202 @@ def host_lengths(
     return numbers
 
 
-def _in_range(n: object, most: int | None) -> bool:
-    if type(n) is not int and not (isinstance(n, (int, np.integer)) and not isinstance(n, bool)):
+def refuse_quantised(caller: str, k_scale: Any, v_scale: Any, k_zero: Any, v_zero: Any) -> None:
+    """No backend reads quantised caches yet."""
+    named = {"k_scale": k_scale, "v_scale": v_scale, "k_zero": k_zero, "v_zero": v_zero}
+    given = ", ".join(name for name, value in named.items() if value is not None)
+    if given:
+        raise NotImplementedError(
+            f"{caller}: {given}: quantised caches have no backend yet; k and v must have q's dtype"
+        )
+
+
+def refuse_grad(caller: str, tensors: Iterable[Any]) -> None:
+    """Forward only: raises where autograd would expect a gradient."""
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        raise ValueError(f"{caller}: computes no gradients, but an input requires grad; call it under torch.no_grad()")
+
+
+def refuse_without_backend(caller: str, device: torch.device) -> None:
+    """Raises NotImplementedError for a device that no backend serves."""
+    if device.type != "cpu":
+        raise NotImplementedError(f"{caller}: no backend for {device.type!r} tensors; the CPU has one")
+
+
+def check_out(call: Call, out: torch.Tensor) -> None:
+    """``out`` must be writable storage of the result's shape."""
+    shape = (*call.q.shape[:3], call.checked.head_dim_v)
+    facts = Facts.of(out)
+    refusal = Refusal(call.checked.signature.caller)
+    if refusal.unless(facts.shape is not None, f"out must be a strided tensor, got {facts.kind}"):
+        refusal.unless(tuple(out.shape) == shape, f"out must have shape {shape}, got {tuple(out.shape)}")
+        refusal.unless(out.dtype == call.q.dtype, f"out must have q's dtype {call.q.dtype}, got {out.dtype}")
+        refusal.unless(out.device == call.q.device, f"out must be on q's device {call.q.device}, got {out.device}")
+        refusal.unless(not _overlaps(facts), f"out's elements must not share memory, got strides {tuple(out.stride())}")
+    refusal.raise_if_any()
+
+
+def _overlaps(facts: Facts) -> bool:
+    """Whether two elements may lie at one place: an axis that steps over less than the smaller axes cover."""
+    if 0 in facts.shape:
         return False
+    reach = 0
+    for size, stride in sorted(zip(facts.shape, facts.stride, strict=True), key=lambda axis: axis[1]):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def _in_range(n: object, most: int | None) -> bool:
+    if type(n) is not int and (not isinstance(n, (int, np.integer)) or isinstance(n, bool)):
+        return False
+    n = int(n)
     return n >= 0 and (most is None or n <= most)
-
-
-def _is_zero(kv_start: Lengths) -> bool:
-    return isinstance(kv_start, int) and kv_start == 0 and not isinstance(kv_start, bool)
-
-
-def _shapes(q: Any, k: Any, v: Any) -> str:
-    def show(x: Any) -> str:
-        return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
-
-    return f"q {show(q)}, k {show(k)}, v {show(v)}"
-
-
-def _is_foreign(*tensors: object) -> bool:
-    return all(isinstance(t, torch.Tensor) for t in tensors) and any(t.device.type != "cpu" for t in tensors)  # type: ignore[attr-defined]
-
-
-def _check_tensors(refusal: Refusal, q: object, k: object, v: object) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if refusal.unless(isinstance(t, torch.Tensor), f"{name} must be a torch.Tensor, got {type(t).__name__}"):
-            assert isinstance(t, torch.Tensor)
-            refusal.unless(t.device.type == "cpu", f"{name} is on {t.device}: only the CPU has a backend")
-            refusal.unless(t.layout == torch.strided, f"{name} must be a strided tensor, got {t.layout}")
-            refusal.unless(t.dim() == 4, f"{name} must have 4 dimensions (batch, heads, sequence, head_dim), got {t.dim()}")
-
-
-def _check_shapes(refusal: Refusal, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_table: Any) -> None:
-    if refusal.unless(q.dtype in FLOAT_DTYPES, f"q must be float16, bfloat16, float32 or float64, got {q.dtype}"):
-        refusal.unless(k.dtype == q.dtype, f"k must have q's dtype {q.dtype}, got {k.dtype}")
-        refusal.unless(v.dtype == q.dtype, f"v must have q's dtype {q.dtype}, got {v.dtype}")
-    refusal.unless(k.shape[:3] == v.shape[:3], f"k and v must agree but for head_dim, got {tuple(k.shape)} and {tuple(v.shape)}")
-    refusal.unless(q.shape[3] == k.shape[3], f"q and k must have one head_dim, got {q.shape[3]} and {k.shape[3]}")
-    refusal.unless(q.shape[3] >= 1 and v.shape[3] >= 1, f"head_dim must be >= 1, got {q.shape[3]} and {v.shape[3]}")
-    heads = k.shape[1] >= 1 and q.shape[1] >= 1 and q.shape[1] % k.shape[1] == 0
-    refusal.unless(heads, f"q's heads must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}")
-    if page_table is not None:
-        if refusal.unless(isinstance(page_table, torch.Tensor), f"page_table must be a tensor, got {type(page_table).__name__}"):
-            refusal.unless(page_table.dtype == torch.int32, f"page_table must be int32, got {page_table.dtype}")
-            refusal.unless(page_table.dim() == 2, f"page_table must have shape (batch, max_pages), got {tuple(page_table.shape)}")
-            refusal.unless(page_table.device == q.device, f"page_table must be on q's device, got {page_table.device}")
-        refusal.unless(k.shape[2] >= 1, f"pages must hold 1 token or more, got k of shape {tuple(k.shape)}")
-
-
-def _check_numbers(
-    refusal: Refusal, scale: Any, causal: Any, window: Any, softcap: Any, kv_block: Any, kv_stride: Any, q_start: Any
-) -> None:
-    refusal.unless(isinstance(causal, bool), f"causal must be True or False, got {causal!r}")
-    refusal.unless(scale is None or _is_finite(scale), f"scale must be a finite number, got {scale!r}")
-    refusal.unless(
-        softcap is None or (_is_finite(softcap) and softcap > 0), f"softcap must be a positive number or None, got {softcap!r}"
-    )
-    refusal.unless(window is None or _at_least_one(window), f"window must be an int >= 1 or None, got {window!r}")
-    refusal.unless(
-        (kv_block is None) == (kv_stride is None), f"kv_block and kv_stride go together, got {kv_block!r} and {kv_stride!r}"
-    )
-    if kv_block is not None and kv_stride is not None:
-        if refusal.unless(
-            _at_least_one(kv_block) and _at_least_one(kv_stride),
-            f"kv_block and kv_stride must be ints >= 1, got {kv_block!r} and {kv_stride!r}",
-        ):
-            refusal.unless(kv_stride >= kv_block, f"kv_stride must be at least kv_block, got {kv_stride} and {kv_block}")
-        refusal.unless(q_start is not None, "q_start must be given with kv_block")
 
 
 def _is_finite(x: object) -> bool:
     return isinstance(x, (int, float, np.number)) and not isinstance(x, bool) and math.isfinite(x)
 
 
-def _at_least_one(x: object) -> bool:
+def _is_positive(x: object) -> bool:
     return _in_range(x, None) and x != 0
 
 
-def _check_ragged(
-    refusal: Refusal, q: torch.Tensor, cu_q_lens: Any, max_q_len: Any
-) -> tuple[list[int] | None, list[int] | None]:
-    refusal.unless(
-        (cu_q_lens is None) == (max_q_len is None), f"cu_q_lens and max_q_len go together, got max_q_len={max_q_len!r}"
-    )
-    if cu_q_lens is None or not isinstance(cu_q_lens, torch.Tensor):
-        refusal.unless(cu_q_lens is None, f"cu_q_lens must be an int32 tensor, got {type(cu_q_lens).__name__}")
-        return None, None
-    refusal.unless(max_q_len is None or _in_range(max_q_len, None), f"max_q_len must be an int >= 0, got {max_q_len!r}")
-    refusal.unless(cu_q_lens.dtype == torch.int32, f"cu_q_lens must be int32, got {cu_q_lens.dtype}")
-    refusal.unless(cu_q_lens.device == q.device, f"cu_q_lens must be on q's device, got {cu_q_lens.device}")
-    refusal.unless(q.shape[0] == 1, f"with cu_q_lens, q is packed (1, heads, tokens, head_dim); got batch {q.shape[0]}")
-    if not refusal.unless(
-        cu_q_lens.dim() == 1 and len(cu_q_lens) >= 1, f"cu_q_lens must have shape (batch + 1,), got {tuple(cu_q_lens.shape)}"
+def _check_tensors(refusal: Refusal, s: Signature) -> None:
+    for name, t in (("q", s.q), ("k", s.k), ("v", s.v)):
+        if refusal.unless(t.shape is not None, f"{name} must be a strided torch.Tensor, got {t.kind}"):
+            axes = "(batch, heads, sequence, head_dim)"
+            refusal.unless(len(t.shape) == 4, f"{name} must have 4 axes {axes}, got shape {tuple(t.shape)}")
+
+
+def _check_shapes(refusal: Refusal, s: Signature) -> None:
+    q, k, v = s.q, s.k, s.v
+    if refusal.unless(q.dtype in FLOAT_DTYPES, f"q must be float16, bfloat16, float32 or float64, got {q.dtype}"):
+        refusal.unless(k.dtype == q.dtype, f"k must have q's dtype {q.dtype}, got {k.dtype}")
+        refusal.unless(v.dtype == q.dtype, f"v must have q's dtype {q.dtype}, got {v.dtype}")
+    agree = k.shape[:3] == v.shape[:3]
+    refusal.unless(agree, f"k and v must agree but for head_dim, got {tuple(k.shape)} and {tuple(v.shape)}")
+    refusal.unless(q.shape[3] == k.shape[3], f"q and k must have one head_dim, got {q.shape[3]} and {k.shape[3]}")
+    refusal.unless(min(q.shape[3], v.shape[3]) >= 1, f"head_dim must be >= 1, got {q.shape[3]} and {v.shape[3]}")
+    heads = k.shape[1] >= 1 and q.shape[1] >= 1 and q.shape[1] % k.shape[1] == 0
+    refusal.unless(heads, f"q's heads must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}")
+
+
+def _check_numbers(refusal: Refusal, s: Signature) -> None:
+    refusal.unless(isinstance(s.causal, bool), f"causal must be True or False, got {s.causal!r}")
+    refusal.unless(s.scale is None or _is_finite(s.scale), f"scale must be a finite number, got {s.scale!r}")
+    capped = s.softcap is None or (_is_finite(s.softcap) and s.softcap > 0)
+    refusal.unless(capped, f"softcap must be a positive number or None, got {s.softcap!r}")
+    refusal.unless(s.window is None or _is_positive(s.window), f"window must be an int >= 1 or None, got {s.window!r}")
+    together = (s.kv_block is None) == (s.kv_stride is None)
+    given = f"got {s.kv_block!r} and {s.kv_stride!r}"
+    refusal.unless(together, f"kv_block and kv_stride go together, {given}")
+    if s.kv_block is not None and s.kv_stride is not None:
+        whole = _is_positive(s.kv_block) and _is_positive(s.kv_stride)
+        if refusal.unless(whole, f"kv_block and kv_stride must be ints >= 1, {given}"):
+            refusal.unless(s.kv_stride >= s.kv_block, f"kv_stride must be at least kv_block, {given}")
+        refusal.unless(s.has_q_start, "q_start must be given with kv_block")
+
+
+def _check_tables(refusal: Refusal, s: Signature) -> None:
+    """The page table and the offsets of ragged queries: int32 tensors of the right rank on q's device."""
+    for name, facts, axes in (
+        ("page_table", s.page_table, "(batch, max_pages)"),
+        ("cu_q_lens", s.cu_q_lens, "(batch + 1,)"),
     ):
-        return None, None
-    offsets = cu_q_lens.tolist()
-    lens = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
-    refusal.unless(
-        offsets[0] == 0 and offsets[-1] == q.shape[2],
-        f"cu_q_lens must run from 0 to q's {q.shape[2]} tokens, got {offsets[0]} to {offsets[-1]}",
-    )
-    refusal.unless(min(lens, default=0) >= 0, f"cu_q_lens must not decrease, got {offsets}")
-    if isinstance(max_q_len, int):
-        refusal.unless(max(lens, default=0) <= max_q_len, f"max_q_len is {max_q_len}, but a sequence has {max(lens, default=0)} queries")
-    return offsets, lens
+        if facts is None:
+            continue
+        if not refusal.unless(facts.shape is not None, f"{name} must be an int32 tensor, got {facts.kind}"):
+            continue
+        rank = axes.count(",") if facts is s.cu_q_lens else 2
+        refusal.unless(facts.dtype == torch.int32, f"{name} must be int32, got {facts.dtype}")
+        refusal.unless(len(facts.shape) == rank, f"{name} must have shape {axes}, got {tuple(facts.shape)}")
+        refusal.unless(facts.device == s.q.device, f"{name} must be on q's device, got {facts.device}")
+    if s.page_table is not None:
+        refusal.unless(s.k.shape[2] >= 1, f"pages must hold 1 token or more, got k of shape {tuple(s.k.shape)}")
+    together = (s.cu_q_lens is None) == (s.max_q_len is None)
+    refusal.unless(together, f"cu_q_lens and max_q_len go together, got max_q_len={s.max_q_len!r}")
+    if s.max_q_len is not None:
+        refusal.unless(_in_range(s.max_q_len, None), f"max_q_len must be an int >= 0, got {s.max_q_len!r}")
+    if s.cu_q_lens is not None:
+        refusal.unless(
+            s.q.shape[0] == 1, f"with cu_q_lens, q is packed (1, heads, tokens, head_dim); got batch {s.q.shape[0]}"
+        )
+        if s.cu_q_lens.shape is not None:
+            refusal.unless(0 not in s.cu_q_lens.shape, "cu_q_lens must hold at least the 0 that it begins with")
 
 
-def _check_mask(refusal: Refusal, mask: Any, batch: int, q_heads: int, q_len: int, capacity: int) -> bool:
-    """Returns whether the mask is a draft tree (over the last q_len keys) rather than dense."""
-    if mask is None:
-        return False
-    if not refusal.unless(isinstance(mask, torch.Tensor), f"mask must be a tensor, got {type(mask).__name__}"):
-        return False
+def _check_mask(refusal: Refusal, mask: Facts | None, batch: int, q_heads: int, q_len: int, capacity: int) -> None:
+    if mask is None or not refusal.unless(mask.shape is not None, f"mask must be a bool tensor, got {mask.kind}"):
+        return
     refusal.unless(mask.dtype == torch.bool, f"mask must be bool (True = visible), got {mask.dtype}")
     refusal.unless(mask.device.type == "cpu", f"mask must be on q's device, got {mask.device}")
     shape = tuple(mask.shape)
-    if len(shape) == 3:
-        fits = shape[0] in (1, batch) and shape[1:] == (q_len, q_len)
-    else:
-        fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, q_heads) and shape[2:] == (q_len, capacity)
+    heads = (1, q_heads)
+    tree = len(shape) == 3 and shape[0] in (1, batch) and shape[1:] == (q_len, q_len)
+    dense = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in heads and shape[2:] == (q_len, capacity)
     refusal.unless(
-        fits,
-        f"mask must have shape ({batch} or 1, {q_heads} or 1, {q_len}, {capacity}) or, for a draft tree, "
+        tree or dense,
+        f"mask must have shape ({batch} or 1, {q_heads} or 1, {q_len}, {capacity}) or, as a draft tree, "
         f"({batch} or 1, {q_len}, {q_len}); got {shape}",
     )
-    return len(shape) == 3
 
 
-def _check_per_head(refusal: Refusal, name: str, value: Any, shapes: list[tuple[int, ...]], q: torch.Tensor) -> None:
-    if value is None:
+def _check_per_head(refusal: Refusal, name: str, facts: Facts | None, shapes: list[tuple[int, ...]]) -> None:
+    if facts is None or not refusal.unless(facts.shape is not None, f"{name} must be a tensor, got {facts.kind}"):
         return
-    if refusal.unless(isinstance(value, torch.Tensor), f"{name} must be a tensor, got {type(value).__name__}"):
-        wanted = " or ".join(map(str, shapes))
-        refusal.unless(tuple(value.shape) in shapes, f"{name} must have shape {wanted}, got {tuple(value.shape)}")
-        refusal.unless(value.is_floating_point(), f"{name} must be floating point, got {value.dtype}")
-        refusal.unless(value.device == q.device, f"{name} must be on q's device, got {value.device}")
+    wanted = " or ".join(map(str, shapes))
+    refusal.unless(tuple(facts.shape) in shapes, f"{name} must have shape {wanted}, got {tuple(facts.shape)}")
+    refusal.unless(facts.dtype in FLOAT_DTYPES, f"{name} must be a floating-point tensor, got {facts.dtype}")
+    refusal.unless(facts.device.type == "cpu", f"{name} must be on q's device, got {facts.device}")
 
 
-def _check_seqlens(
-    refusal: Refusal, caller: str, seqlens: Lengths | None, plan: SplitPlan | None, batch: int, capacity: int, paged: bool
-) -> list[int]:
+def _check_offsets(s: Signature, offsets: list[int]) -> list[int]:
+    """Offsets of packed queries; tokens of q past the last offset belong to no sequence."""
+    refusal, tokens = Refusal(s.caller), s.q.shape[2]
+    lens = [end - begin for begin, end in itertools.pairwise(offsets)]
+    inside = offsets[0] == 0 and offsets[-1] <= tokens
+    refusal.unless(
+        inside, f"cu_q_lens must run from 0 to at most q's {tokens} tokens, got {offsets[0]} to {offsets[-1]}"
+    )
+    refusal.unless(min(lens, default=0) >= 0, f"cu_q_lens must not decrease, got {offsets}")
+    longest = max(lens, default=0)
+    assert s.max_q_len is not None
+    refusal.unless(longest <= s.max_q_len, f"max_q_len is {s.max_q_len}, but a sequence has {longest} queries")
+    refusal.raise_if_any(str(s))
+    return offsets
+
+
+def _check_lengths(s: Signature, checked: Checked, seqlens: Lengths | None, plan: SplitPlan | None) -> list[int]:
+    batch, capacity = checked.batch, checked.capacity
     if plan is not None and plan.problem.batch == batch:
-        planned: list[int] = plan.seqlens.tolist()
-        if seqlens is not None and seqlens is not plan.seqlens:
-            given = host_lengths(seqlens, batch, capacity, caller)
-            refusal.unless(given == planned, f"seqlens differ from the plan's: {given} and {planned}; call plan.update(seqlens)")
-            refusal.raise_if_any()
-        return host_lengths(planned, batch, capacity, caller, "plan.seqlens")
-    if seqlens is not None:
-        return host_lengths(seqlens, batch, capacity, caller)
-    refusal.unless(not paged, "seqlens must be given with page_table")
-    refusal.raise_if_any()
-    return [capacity] * batch
+        planned = host_lengths(plan.lengths, batch, capacity, s.caller, "plan.seqlens")
+        if seqlens is None or seqlens is plan.seqlens:
+            return planned
+        given = host_lengths(seqlens, batch, capacity, s.caller)
+        refusal = Refusal(s.caller)
+        refusal.unless(given == planned, f"seqlens {given} differ from the plan's {planned}; call plan.update(seqlens)")
+        refusal.raise_if_any()
+        return given
+    return [capacity] * batch if seqlens is None else host_lengths(seqlens, batch, capacity, s.caller)
 
 
-def _check_plan(  # noqa: PLR0913
-    refusal: Refusal, plan: SplitPlan, batch: int, q_heads: int, kv_heads: int, head_dim: int, head_dim_v: int,
-    q: torch.Tensor, q_len: int, window: int | None, positioned: bool,
+def check_plan(
+    caller: str, plan: SplitPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q_lens: torch.Tensor | None,
+    max_q_len: int | None, window: int | None,
 ) -> None:  # fmt: skip
-    """A call that does not fit its plan is refused. With positions, the plan must not have cut a window off."""
+    """A call that does not fit its plan is refused. ``window`` is None for pieces: their plan must not cut one off."""
     p = plan.problem
-    call = {
-        "batch": (p.batch, batch), "q_heads": (p.q_heads, q_heads), "kv_heads": (p.kv_heads, kv_heads),
-        "head_dim": (p.head_dim, head_dim), "head_dim_v": (p.head_dim_v, head_dim_v), "dtype": (p.dtype, q.dtype),
-        "q_len": (p.q_len, q_len), "window": (p.window, None if positioned else window),
-    }  # fmt: skip
-    for name, (planned, given) in call.items():
-        refusal.unless(planned == given, f"the plan was made for {name}={planned}, the call has {given}")
+    pairs = (
+        ("batch", p.batch, q.shape[0] if cu_q_lens is None else cu_q_lens.shape[0] - 1),
+        ("q_heads", p.q_heads, q.shape[1]), ("kv_heads", p.kv_heads, k.shape[1]), ("head_dim", p.head_dim, q.shape[3]),
+        ("head_dim_v", p.head_dim_v, v.shape[3]), ("dtype", p.dtype, q.dtype),
+        ("q_len", p.q_len, q.shape[2] if max_q_len is None else max_q_len), ("window", p.window, window),
+    )  # fmt: skip
+    refusal = Refusal(caller)
+    for name, planned, given in pairs:
+        if planned != given:
+            refusal.unless(False, f"the plan was made for {name}={planned}, the call has {given}")
+    refusal.raise_if_any()

@@ -1,7 +1,7 @@
 """How a batch is cut into splits: integers only, no device, no kernel.
 
-A sequence's visible keys [first, seqlen) are cut into splits of ``split_keys`` keys. Stage 1 computes one partial state for
-each (split, kv head), stage 2 merges them. The rule looks at valid lengths, never at capacity or threads.
+A sequence's visible keys [first, seqlen) are cut into splits of ``split_keys`` keys. Stage 1 computes one partial
+state for each (split, kv head), stage 2 merges them. The rule looks at valid lengths, never at capacity or threads.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashdecoding.checks import Lengths, Refusal, host_lengths, refuse_without_backend
+from flashdecoding.checks import FLOAT_DTYPES, Lengths, Refusal, host_lengths, refuse_without_backend
 
+LONGEST = 2**31 - 1  # the plan's arrays are int32
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -27,10 +28,10 @@ class DeviceModel(NamedTuple):
     most_units: int  # splits x kv heads of one sequence that are enough to balance every machine of this kind
 
     def split_keys(self, visible: int, kv_heads: int) -> int:
-        """Keys a split of a sequence with ``visible`` keys: its own length decides, so its bits never depend on others."""
+        """Keys a split of a sequence with ``visible`` keys. Its own length decides, so its bits depend on no other."""
         most_splits = max(1, self.most_units // kv_heads)
         share = -(-visible // most_splits)
-        return max(self.least_split, -(-share // self.tile) * self.tile)
+        return min(max(self.least_split, -(-share // self.tile) * self.tile), LONGEST)
 
 
 # 512 keys of bf16 at D 128 are 256 KB of cache, 15 us of one core; 1024 units serve 64 cores 16 times over.
@@ -50,6 +51,29 @@ class DecodeProblem(NamedTuple):
     window: int | None
 
 
+class Cut(NamedTuple):
+    """A batch's splits as host numbers; see :class:`SplitPlan` for each."""
+
+    first: list[int]
+    split_keys: list[int]
+    split_offsets: list[int]
+
+
+def cut_batch(lengths: Sequence[int], q_len: int, window: int | None, kv_heads: int, device: DeviceModel) -> Cut:
+    """Cut every sequence's keys in reach of its last ``q_len`` positions; the whole rule."""
+    reach = None if window is None else q_len + window - 1
+    cut = Cut([], [], [0])
+    total = 0
+    for length in lengths:
+        first = 0 if reach is None else max(0, length - reach)
+        keys = device.split_keys(length - first, kv_heads)
+        total += -(-(length - first) // keys)
+        cut.first.append(first)
+        cut.split_keys.append(keys)
+        cut.split_offsets.append(total)
+    return cut
+
+
 class SplitPlan:
     """The cut of one batch, made once a step and used in every layer.
 
@@ -60,21 +84,28 @@ class SplitPlan:
         first: (batch,) int32, key at which split 0 begins (after 0 only with a window).
         split_keys: (batch,) int32, keys a split; the last may be short.
         split_offsets: (batch + 1,) int32; splits of sequence b are split_offsets[b] to split_offsets[b + 1].
-        max_seqlen: longest length that :meth:`update` takes, or None.
+        max_seqlen: longest length that :meth:`update` takes.
         batch_invariant: a sequence's splits do not depend on the rest of the batch (on the CPU they never do).
 
     The arrays are read-only views; :meth:`update` rewrites them in place.
     """
 
     def __init__(
-        self, problem: DecodeProblem, device: DeviceModel, *, max_seqlen: int | None = None, batch_invariant: bool = False
+        self,
+        problem: DecodeProblem,
+        device: DeviceModel,
+        *,
+        max_seqlen: int | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.problem = problem
         self.device = device
-        self.max_seqlen = max_seqlen
+        self.max_seqlen = LONGEST if max_seqlen is None else max_seqlen
         self.batch_invariant = batch_invariant
         table = np.zeros((4, problem.batch + 1), np.int32)
         self._table = table
+        self.lengths: list[int] = [0] * problem.batch  # the same numbers once more, for calls on the host
+        self.cut = Cut([0] * problem.batch, [device.least_split] * problem.batch, [0] * (problem.batch + 1))
         self.seqlens = torch.from_numpy(table[0, : problem.batch])
         self.first = _read_only(table[1, : problem.batch])
         self.split_keys = _read_only(table[2, : problem.batch])
@@ -90,14 +121,11 @@ class SplitPlan:
 
     def rewrite(self, lengths: Sequence[int]) -> None:
         """:meth:`update` for lengths that are checked already."""
-        problem, device, table = self.problem, self.device, self._table
-        reach = None if problem.window is None else problem.q_len + problem.window - 1
-        total = 0
-        for b, length in enumerate(lengths):
-            first = 0 if reach is None else max(0, length - reach)
-            keys = device.split_keys(length - first, problem.kv_heads)
-            total += -(-(length - first) // keys)
-            table[0, b], table[1, b], table[2, b], table[3, b + 1] = length, first, keys, total
+        batch = self.problem.batch
+        self.lengths = list(lengths)
+        self.cut = cut_batch(lengths, self.problem.q_len, self.problem.window, self.problem.kv_heads, self.device)
+        self._table[0, :batch], self._table[1, :batch] = lengths, self.cut.first
+        self._table[2, :batch], self._table[3] = self.cut.split_keys, self.cut.split_offsets
 
     @property
     def num_splits(self) -> int:
@@ -134,7 +162,8 @@ def plan_decode(
 
     Args:
         seqlens: valid keys of each sequence, new tokens included: a list, a (B,) integer tensor, or an int for batch 1.
-        q_heads, kv_heads, head_dim, head_dim_v, dtype: as the calls will have them; ``head_dim_v`` defaults to ``head_dim``.
+        q_heads, kv_heads, head_dim, head_dim_v, dtype: as the calls will have them; ``head_dim_v`` defaults to
+            ``head_dim``.
         q_len: queries a sequence (with ragged queries, the ``max_q_len`` of the calls).
         window: as the calls will have it; the plan then covers the keys in reach only.
         max_seqlen: longest length that ``plan.update`` will be given.
@@ -156,7 +185,7 @@ def plan_decode(
     where = torch.device(device) if device is not None else torch.device("cpu")
     if device is None and isinstance(seqlens, torch.Tensor):
         where = seqlens.device
-    refuse_without_backend(where, "plan_decode")
+    refuse_without_backend("plan_decode", where)
     refusal = Refusal("plan_decode")
     dim_v = head_dim if head_dim_v is None else head_dim_v
     counts = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": dim_v}
@@ -164,13 +193,13 @@ def plan_decode(
         refusal.unless(isinstance(value, int) and value >= 1, f"{name} must be a positive int, got {value!r}")
     refusal.unless(isinstance(q_len, int) and q_len >= 0, f"q_len must be an int >= 0, got {q_len!r}")
     refusal.unless(window is None or (isinstance(window, int) and window >= 1), f"window must be >= 1, got {window!r}")
-    refusal.unless(isinstance(dtype, torch.dtype), f"dtype must be a torch.dtype, got {dtype!r}")
+    refusal.unless(dtype in FLOAT_DTYPES, f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
     refusal.raise_if_any()
     refusal.unless(q_heads % kv_heads == 0, f"q_heads must be a multiple of kv_heads, got {q_heads} and {kv_heads}")
     refusal.raise_if_any()
     single = isinstance(seqlens, int) or (isinstance(seqlens, torch.Tensor) and seqlens.dim() == 0)
     batch = 1 if single else len(seqlens)  # type: ignore[arg-type]
-    lengths = host_lengths(seqlens, batch, max_seqlen, "plan_decode")
+    lengths = host_lengths(seqlens, batch, LONGEST if max_seqlen is None else max_seqlen, "plan_decode")
     problem = DecodeProblem(batch, q_heads, kv_heads, head_dim, dim_v, dtype, q_len, window)
     plan = SplitPlan(problem, CPU_MODEL, max_seqlen=max_seqlen, batch_invariant=batch_invariant)
     plan.rewrite(lengths)

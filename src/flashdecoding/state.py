@@ -149,6 +149,11 @@ def merge_states(states: Iterable[AttentionState]) -> AttentionState:
     return AttentionState(m, l, o)
 
 
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states and lse for queries of ``dtype``: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _refuse_unlike(states: tuple[AttentionState, ...]) -> None:
     if not states:
         raise ValueError("merge_states needs at least one state; AttentionState.empty is the state of no keys")

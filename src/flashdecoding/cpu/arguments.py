@@ -1,6 +1,7 @@
 """What a launch hands to the kernels: one packed record, and one row of numbers for each sequence.
 
-Both are arrays of 8-byte numbers, read in the kernels by name at no cost. Addresses and strides are bytes.
+All fields are 8 bytes, read in the kernels by name at no cost. Addresses and strides are bytes; a 0 as an address means
+"not given". A record is a :class:`Layout`, which depends on a call's signature alone, and then a :class:`Run`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,36 +16,53 @@ from numba import types
 from numba.extending import intrinsic
 
 
-class Arguments(NamedTuple):
-    """One call. ``0`` as an address means "not given"."""
+class Run(NamedTuple):
+    """What belongs to one call."""
 
     counters: int  # int64 (4,), zeroed: threads that arrived and next unit in stage 1, threads and next row in stage 2
     scratch: int  # a thread's scratch follows the other's
-    scratch_stride: int
     sequences: int  # (batch, len(Sequence._fields)) int64
-    batch: int
     units: int  # work items of stage 1
     rows: int  # output rows, all sequences
+    part_o: int  # numerators, (partial rows, padded_dim_v) of type ``sums``
+    part_ml: int  # m (log2) and l of each, float64
+    q: int
+    k: int
+    v: int
+    page_table: int  # int32
+    alibi: int  # float64 (batch, q_heads)
+    sinks: int  # float64 (q_heads,)
+    mask: int  # bytes
+    out: int
+    lse: int  # of type ``scores``
+    state_m: int  # of type ``scores``, with lse's strides; given: ``out`` is a state's o
+    state_l: int
+
+    def pack(self) -> bytes:
+        return _RUN.pack(*self)
+
+
+class Layout(NamedTuple):
+    """What a signature fixes."""
+
+    scratch_stride: int
+    batch: int
     kv_heads: int
     group_size: int
-    factor: float  # multiplies q: scale, times log2(e) unless softcap follows
+    factor: float  # multiplies q: scale, times log2(e) unless a soft cap follows
     inverse_softcap: float  # 0: none
     softcap: float  # times log2(e)
-    q: int
     q_stride_h: int
     q_stride_s: int
     q_stride_d: int
-    k: int
     k_stride_b: int  # of a sequence, or of a page
     k_stride_h: int
     k_stride_s: int
     k_stride_d: int
-    v: int
     v_stride_b: int
     v_stride_h: int
     v_stride_s: int
     v_stride_d: int
-    page_table: int  # int32
     page_table_stride_b: int
     page_table_stride_p: int
     page_size: int
@@ -52,28 +70,19 @@ class Arguments(NamedTuple):
     kv_stride: int
     causal: int
     window: int  # 0: none
-    alibi: int  # float64 (batch, q_heads)
-    sinks: int  # float64 (q_heads,)
-    mask: int  # bytes
     mask_stride_b: int
     mask_stride_h: int
     mask_stride_q: int
     mask_stride_k: int
     mask_is_tree: int  # column = position - q_start, instead of the key's index
-    part_o: int  # numerators, (partial rows, padded_dim_v) of type ``sums``
-    part_ml: int  # m (log2) and l of each, float64
-    out: int
     out_stride_h: int
     out_stride_s: int
     out_stride_d: int
-    lse: int  # of type ``scores``
     lse_stride_h: int
     lse_stride_s: int
-    state_m: int  # of type ``scores``, with lse's strides; given: out is a state's o
-    state_l: int
 
     def pack(self) -> bytes:
-        return _PACKER.pack(*self)
+        return _LAYOUT.pack(*self)
 
 
 class Sequence(NamedTuple):
@@ -95,16 +104,20 @@ class Sequence(NamedTuple):
     part_base: int  # partial rows before it
 
 
-_FLOATS = {name for name, kind in get_type_hints(Arguments).items() if kind is float}
-_PACKER = struct.Struct("=" + "".join("d" if name in _FLOATS else "q" for name in Arguments._fields))
+def _packer(record: Any) -> struct.Struct:
+    hints = get_type_hints(record)
+    return struct.Struct("=" + "".join("d" if hints[name] is float else "q" for name in record._fields))
 
 
-def _reader(record: Any, floats: set[str]) -> Any:
+_RUN, _LAYOUT = _packer(Run), _packer(Layout)
+
+
+def _reader(fields: tuple[str, ...], hints: dict[str, type]) -> Any:
     @intrinsic(prefer_literal=True)
     def read(typing_context, base, name):
         field = name.literal_value
-        ty = types.float64 if field in floats else types.int64
-        offset = ir.Constant(ir.IntType(64), 8 * record._fields.index(field))
+        ty = types.float64 if hints[field] is float else types.int64
+        offset = ir.Constant(ir.IntType(64), 8 * fields.index(field))
 
         def code(context, builder, signature, values):
             at = builder.inttoptr(builder.add(values[0], offset), context.get_data_type(ty).as_pointer())
@@ -115,5 +128,5 @@ def _reader(record: Any, floats: set[str]) -> Any:
     return read
 
 
-argument = _reader(Arguments, _FLOATS)
-sequence_field = _reader(Sequence, set())
+argument = _reader(Layout._fields + Run._fields, {**get_type_hints(Run), **get_type_hints(Layout)})
+sequence_field = _reader(Sequence._fields, get_type_hints(Sequence))

@@ -50,7 +50,7 @@ def _compile(function: Any) -> Worker:
         compiled = cfunc(signature, cache=True)(function)
     except (RuntimeError, OSError):  # no folder that Numba may write its cache to
         compiled = cfunc(signature)(function)
-    worker = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(compiled.address)
+    worker = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(compiled.address or 0)
     worker.code = compiled  # type: ignore[attr-defined]  # owns the machine code
     return worker
 

@@ -3,7 +3,8 @@
 Stage 1 (:func:`run_splits`): a unit is one (sequence, row block, split, kv head). Its rows are all queries of the heads
 that share the kv head, so K and V are read once for the group. Tiles of TILE keys go through scores, one online
 softmax step (2.4.1) and the weighted sum; the numerator stays unnormalised until stage 2.
-Stage 2 (:func:`run_merge`): for each output row the splits are merged in order (2.4.2), sinks join, out and lse are written.
+Stage 2 (:func:`run_merge`): for each output row the splits are merged in order (2.4.2), sinks join, out and lse are
+written.
 
 Units and rows are handed out by atomic counters: threads decide who computes an item, never what it is.
 """
@@ -35,6 +36,7 @@ from flashdecoding.cpu.micro import (
     store,
     transpose_rows,
     weigh,
+    widen_row,
     write_row,
     zero_row,
 )
@@ -279,7 +281,7 @@ def score_keys(shape, rows, count, scratch):
     for block in range(0, padded, lanes):
         if square_rows:
             for j in range(lanes):
-                pack_row(shape, wide + j * q_bytes, load("int64", k, block + j), 1.0)
+                widen_row(shape, wide + j * q_bytes, load("int64", k, block + j))
             for r in range(0, square_rows, lanes):
                 to = s + r * s_bytes + block * fact(shape, "score_bytes")
                 square_dots(shape, to, columns + r * q_bytes, wide, v + 8 * block)
@@ -303,7 +305,11 @@ def score_keys(shape, rows, count, scratch):
 @kernel
 def weigh_values(shape, rows, count, scratch, o):
     """o += weights . v for a tile, while K rows of the next tile are on their way."""
-    v, ahead, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_next"), scratch + fact(shape, "scratch_s")
+    v, ahead, s = (
+        scratch + fact(shape, "scratch_v"),
+        scratch + fact(shape, "scratch_next"),
+        scratch + fact(shape, "scratch_s"),
+    )
     s_bytes, o_bytes, most = fact(shape, "s_row_bytes"), fact(shape, "o_row_bytes"), fact(shape, "value_rows")
     blocks, r = (rows + most - 1) // most, 0
     pace = (256 + blocks - 1) // blocks
@@ -449,7 +455,7 @@ def merge_splits(shape, args, seq, head, row, o):
     splits, kv_heads = sequence_field(seq, "splits"), argument(args, "kv_heads")
     part = sequence_field(seq, "part_base") + head * all_rows + row
     part_o, part_ml = argument(args, "part_o"), argument(args, "part_ml")
-    m, l = -math.inf, 0.0  # noqa: E741
+    m, l = -math.inf, 0.0
     for split in range(splits):
         m = max(m, load("float64", part_ml + (part + split * kv_heads * all_rows) * 16, 0))
     base = m if m > -math.inf else 0.0
@@ -457,13 +463,13 @@ def merge_splits(shape, args, seq, head, row, o):
     for split in range(splits):
         index = part + split * kv_heads * all_rows
         weight = 2.0 ** (load("float64", part_ml + index * 16, 0) - base)
-        l += weight * load("float64", part_ml + index * 16, 1)  # noqa: E741
+        l += weight * load("float64", part_ml + index * 16, 1)
         add_row(shape, o, part_o + index * fact(shape, "o_row_bytes"), weight)
     return m, l
 
 
 @kernel
-def normaliser(args, q_head, m, l):  # noqa: E741
+def normaliser(args, q_head, m, l):
     """1 over the denominator of o, in which a sink joins; 0 for an empty row."""
     if l == 0.0:
         return 0.0
@@ -500,7 +506,7 @@ def merge_row(shape, args, number, scratch):
     i, g = divmod(row, group)
     q_head = head * group + g
     o = scratch + fact(shape, "scratch_o")
-    m, l = merge_splits(shape, args, seq, head, row, o)  # noqa: E741
+    m, l = merge_splits(shape, args, seq, head, row, o)
     write_output(shape, args, seq, i, q_head, o, normaliser(args, q_head, m, l), scratch)
     at = sequence_field(seq, "lse_base") + q_head * argument(args, "lse_stride_h") + i * argument(args, "lse_stride_s")
     if argument(args, "lse"):

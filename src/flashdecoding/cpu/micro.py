@@ -1,6 +1,7 @@
 """The micro-kernels: a few rows of queries against a few rows of K or V, in registers.
 
-Each is a Numba intrinsic. Arguments named for areas of memory are addresses (int64); ``shape`` and ``rows`` are compile-time.
+Each is a Numba intrinsic. Arguments named for areas of memory are addresses (int64); ``shape`` and ``rows`` are
+compile-time.
 Layouts: q (rows, padded_dim) and s (rows, TILE) of type ``scores``, o (rows, padded_dim_v) of type ``sums``; ``table``
 holds the address of each K or V row of the tile, so contiguous, strided and paged caches are one case.
 """
@@ -20,6 +21,9 @@ from numba.extending import intrinsic
 from flashdecoding.cpu.shape import TILE, KernelShape
 from flashdecoding.cpu.vector import FLOATS, I64, Emitter, Value
 
+SQUARE_DEPTH = 64  # products summed in one chain by square_dots
+SQUARE_STEP = 4  # dimensions a loop turn
+
 KEYS = 4  # keys a block of scores; tiles are padded to a multiple with copies of their last row
 
 address = types.int64
@@ -28,7 +32,7 @@ SCALARS = {"uint8": types.uint8, "int32": types.int32, "int64": types.int64, **N
 
 
 def _micro(result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
-    """An intrinsic's signature and code; ``arguments[0]`` is the shape, ``emit`` gets the values that exist at run time."""
+    """An intrinsic's signature and code; ``arguments[0]`` is the shape, ``emit`` gets the run-time values."""
     shape = arguments[0].shape
     live = [i for i, ty in enumerate(arguments) if i and not isinstance(ty, types.Literal)]
 
@@ -86,15 +90,29 @@ def prefetch_v(typing_context, shape, row):
 
 @intrinsic(prefer_literal=True)
 def pack_row(typing_context, shape, packed, row, factor):
-    """packed[:] = row * factor: a query row (own dtype, adjacent elements) as padded scores."""
+    """packed[:] = row * factor, rounded once: a query row (own dtype, adjacent elements) as padded scores."""
 
     def emit(e: Emitter, packed: Value, row: Value, factor: Value) -> None:
-        f = e.splat(e.convert(factor, e.score.element))
+        wide = ir.VectorType(FLOATS["float64"], e.lanes)
+        f = e.splat(factor)
         for start in range(0, e.shape.head_dim, e.shape.chunk):
             for half, v in enumerate(e.decode_row(row, start, e.shape.head_dim)):
-                e.store(e.b.fmul(v, f), packed, (start + half * e.lanes) * e.shape.score_bytes)
+                scaled = e.convert(e.b.fmul(e.convert(v, wide), f), e.score)
+                e.store(scaled, packed, (start + half * e.lanes) * e.shape.score_bytes)
 
     return _micro(types.void, (shape, address, address, types.float64), emit)
+
+
+@intrinsic(prefer_literal=True)
+def widen_row(typing_context, shape, packed, row):
+    """packed[:] = row: a K row as padded scores."""
+
+    def emit(e: Emitter, packed: Value, row: Value) -> None:
+        for start in range(0, e.shape.head_dim, e.shape.chunk):
+            for half, v in enumerate(e.decode_row(row, start, e.shape.head_dim)):
+                e.store(v, packed, (start + half * e.lanes) * e.shape.score_bytes)
+
+    return _micro(types.void, (shape, address, address), emit)
 
 
 @intrinsic(prefer_literal=True)
@@ -139,40 +157,60 @@ def transpose_rows(typing_context, shape, columns, q):
 def square_dots(typing_context, shape, s, columns, wide, ahead):
     """s[r, j] = q[r] . k[j] for ``lanes`` queries, transposed as ``columns``, and as many widened keys.
 
-    With a lane for each query nothing is summed across lanes: 16 queries run at twice the speed of :func:`dots`.
+    With a lane for each query nothing is summed across lanes: 16 queries run at twice the speed of :func:`dots`. Sums
+    of SQUARE_DEPTH products are added up, since one long chain of additions would lose a bit for each doubling.
     Meanwhile the V rows whose addresses are in ``ahead``, one for each key, are brought towards the core.
     """
 
     def emit(e: Emitter, s: Value, columns: Value, wide: Value, ahead: Value) -> None:
         shape = e.shape
-        vector, unrolled = e.lanes * shape.score_bytes, 4
-        steps, row_lines = shape.padded_dim // unrolled, -(-shape.head_dim_v * shape.element_bytes // 64)
-        step_lines = -(-e.lanes * row_lines // steps)
+        vector = e.lanes * shape.score_bytes
+        blocks = [(d, min(SQUARE_DEPTH, shape.padded_dim - d)) for d in range(0, shape.padded_dim, SQUARE_DEPTH)]
+        row_lines = -(-shape.head_dim_v * shape.element_bytes // 64)
+        step_lines = -(-e.lanes * row_lines // (shape.padded_dim // SQUARE_STEP))
+        total = None
+        for first, depth in blocks:
+            block_columns, block_wide = e.add(columns, first * vector), e.add(wide, first * shape.score_bytes)
 
-        def body(step: Value, total: list[Value]) -> list[Value]:
-            for i in range(step_lines):
-                line = e.b.add(e.b.mul(step, ir.Constant(I64, step_lines)), ir.Constant(I64, i))
-                row = e.b.udiv(line, ir.Constant(I64, row_lines))
-                offset = e.b.shl(e.b.urem(line, ir.Constant(I64, row_lines)), ir.Constant(I64, 6))
-                last = e.b.icmp_unsigned("<", row, ir.Constant(I64, e.lanes))
-                row = e.b.select(last, row, ir.Constant(I64, e.lanes - 1))
-                e.prefetch(e.b.add(e.load(e.b.add(ahead, e.b.shl(row, ir.Constant(I64, 3))), I64), offset), 0, 64)
-            column = e.b.add(columns, e.b.mul(step, ir.Constant(I64, unrolled * vector)))
-            element = e.b.add(wide, e.b.mul(step, ir.Constant(I64, unrolled * shape.score_bytes)))
-            total = list(total)
-            for d in range(unrolled):
-                queries = e.load(column, e.score, d * vector)
-                for j in range(e.lanes):
-                    key = e.load(element, e.score.element, j * shape.q_row_bytes + d * shape.score_bytes)
-                    total[j] = e.fma(e.splat(key), queries, total[j])
-            return total
+            def body(
+                step: Value,
+                sums: list[Value],
+                first: int = first,
+                columns: Value = block_columns,
+                wide: Value = block_wide,
+            ) -> list[Value]:
+                line = e.b.add(
+                    e.b.mul(step, ir.Constant(I64, step_lines)), ir.Constant(I64, first // SQUARE_STEP * step_lines)
+                )
+                for i in range(step_lines):
+                    _prefetch_line(e, ahead, e.add(line, i), row_lines)
+                column = e.b.add(columns, e.b.mul(step, ir.Constant(I64, SQUARE_STEP * vector)))
+                element = e.b.add(wide, e.b.mul(step, ir.Constant(I64, SQUARE_STEP * shape.score_bytes)))
+                sums = list(sums)
+                for d in range(SQUARE_STEP):
+                    queries = e.load(column, e.score, d * vector)
+                    for j in range(e.lanes):
+                        key = e.load(element, e.score.element, j * shape.q_row_bytes + d * shape.score_bytes)
+                        sums[j] = e.fma(e.splat(key), queries, sums[j])
+                return sums
 
-        start = [e.constant(e.score, 0.0)] * e.lanes
-        total = e.loop(ir.Constant(I64, steps), body, start)
+            start = [e.constant(e.score, 0.0)] * e.lanes
+            sums = e.loop(ir.Constant(I64, depth // SQUARE_STEP), body, start)
+            total = sums if total is None else [e.b.fadd(x, y) for x, y in zip(total, sums, strict=True)]
+        assert total is not None
         for r, scores in enumerate(e.transpose(total)):
             e.store(scores, s, r * shape.s_row_bytes)
 
     return _micro(types.void, (shape, address, address, address, address), emit)
+
+
+def _prefetch_line(e: Emitter, table: Value, line: Value, row_lines: int) -> None:
+    """The ``line``-th 64 bytes of ``lanes`` rows laid end to end; past them, again the last row."""
+    row, within = e.b.udiv(line, ir.Constant(I64, row_lines)), e.b.urem(line, ir.Constant(I64, row_lines))
+    last = ir.Constant(I64, e.lanes - 1)
+    row = e.b.select(e.b.icmp_unsigned("<", row, last), row, last)
+    at = e.load(e.b.add(table, e.b.shl(row, ir.Constant(I64, 3))), I64)
+    e.prefetch(e.b.add(at, e.b.shl(within, ir.Constant(I64, 6))), 0, 64)
 
 
 def _column_blocks(shape: KernelShape, rows: int) -> list[tuple[int, int]]:
@@ -185,7 +223,8 @@ def _column_blocks(shape: KernelShape, rows: int) -> list[tuple[int, int]]:
 def weigh(typing_context, shape, rows, o, s, table, ahead, pace, count):
     """o[r] += sum over j < count of s[r, j] * v[j] for ``rows`` rows: the numerator of the output.
 
-    Meanwhile the K rows whose addresses are in ``ahead`` are brought towards the core, ``pace`` / 256 of one for each key.
+    Meanwhile the K rows whose addresses are in ``ahead`` are brought towards the core, ``pace`` / 256 of one for each
+    key.
     """
     n = rows.literal_value
 
@@ -196,11 +235,11 @@ def weigh(typing_context, shape, rows, o, s, table, ahead, pace, count):
         lines = [-(-k_bytes * i // len(blocks)) // 64 * 64 for i in range(len(blocks))] + [k_bytes]
         for block, (first, chunks) in enumerate(blocks):
             vectors = 2 * chunks
-            places = [
-                r * shape.o_row_bytes + (2 * first + c) * lane_bytes for r in range(n) for c in range(vectors)
-            ]
+            places = [r * shape.o_row_bytes + (2 * first + c) * lane_bytes for r in range(n) for c in range(vectors)]
 
-            def body(j: Value, total: list[Value], block: int = block, first: int = first, chunks: int = chunks) -> list[Value]:
+            def body(
+                j: Value, total: list[Value], block: int = block, first: int = first, chunks: int = chunks
+            ) -> list[Value]:
                 row = e.b.shl(j, ir.Constant(I64, 3))
                 coming = e.b.shl(e.b.lshr(e.b.mul(j, pace), ir.Constant(I64, 8)), ir.Constant(I64, 3))
                 e.prefetch(e.load(e.b.add(ahead, coming), I64), lines[block], lines[block + 1])
@@ -361,9 +400,7 @@ def write_row(typing_context, shape, is_state, out, o, factor):
         f = e.splat(e.convert(factor, e.sum.element))
         encode = e.encode_state_row if state else e.encode_row
         for start in range(0, e.shape.head_dim_v, e.shape.chunk):
-            low, high = (
-                e.b.fmul(e.load(o, e.sum, (start + k * e.lanes) * e.shape.sum_bytes), f) for k in (0, 1)
-            )
+            low, high = (e.b.fmul(e.load(o, e.sum, (start + k * e.lanes) * e.shape.sum_bytes), f) for k in (0, 1))
             encode(out, start, e.shape.head_dim_v, (low, high))
 
     return _micro(types.void, (shape, is_state, address, address, types.float64), emit)

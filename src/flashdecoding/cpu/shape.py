@@ -1,7 +1,7 @@
 """A kernel's compile-time facts as a Numba type, so that one source serves every shape class.
 
-A :class:`KernelShape` reaches the kernels as a constant whose *type* carries the numbers: Numba compiles one version for
-each distinct shape, and :func:`fact` reads a number from the type as a literal that LLVM folds.
+A :class:`KernelShape` reaches the kernels as a constant whose *type* carries the numbers: Numba compiles one version
+for each distinct shape, and :func:`fact` reads a number from the type as a literal that LLVM folds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class KernelShape(NamedTuple):
     """One shape class: what the kernels are compiled for.
 
-    ``scores`` is the type of q.k and of its exponentials, ``sums`` that of l and of the numerator of o. float32 input is
-    summed in float64: its output keeps 24 bits, which a float32 sum over thousands of keys does not.
+    ``scores`` is the type of q.k and of its exponentials, ``sums`` that of l and of the numerator of o. float32 input
+    is summed in float64: its output keeps 24 bits, which a float32 sum over thousands of keys does not.
     """
 
     dtype: str  # of q, k and v
@@ -96,7 +96,7 @@ class KernelShape(NamedTuple):
 
     @property
     def scratch_columns(self) -> int:
-        """After the packed queries (MAX_ROWS, padded_dim): the same transposed, (MAX_ROWS / lanes, padded_dim, lanes)."""
+        """After the packed queries (MAX_ROWS, padded_dim): the same as (MAX_ROWS / lanes, padded_dim, lanes)."""
         return MAX_ROWS * self.q_row_bytes
 
     @property

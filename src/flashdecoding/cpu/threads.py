@@ -2,8 +2,8 @@
 
 Workers take their share from atomic counters, so any number of them, in any order, does all the work. Where torch was
 built on an OpenMP runtime with GNU entry points (Linux), the workers run in torch's own thread pool: a second pool
-would fight torch's spinning threads for the cores between two layers. Elsewhere, and in a forked child (OpenMP pools do not
-survive a fork), they run on Python threads.
+would fight torch's spinning threads for the cores between two layers. Elsewhere, and in a forked child (OpenMP pools
+do not survive a fork), they run on Python threads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def openmp() -> Callable[[Worker, bytes, int, int], None] | None:
-    """``GOMP_parallel(worker, argument, threads, flags)`` of the OpenMP runtime that torch itself uses, if it has one."""
+    """``GOMP_parallel(worker, argument, threads, flags)`` of the OpenMP runtime that torch itself uses, or None."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(library)).GOMP_parallel
@@ -42,7 +42,7 @@ def openmp() -> Callable[[Worker, bytes, int, int], None] | None:
         return None
     function.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def python_threads(count: int) -> ThreadPoolExecutor:
 
 
 def run_parallel(worker: Worker, argument: bytes, threads: int) -> None:
-    """Call ``worker(argument)`` on up to ``threads`` threads at once, the calling one among them; return when all are done."""
+    """Call ``worker(argument)`` on up to ``threads`` threads, the calling one among them; return when all are done."""
     if threads <= 1:
         worker(argument)
         return

@@ -3,8 +3,8 @@
 Numba's own loops over raw addresses do not vectorise, and its arrays cannot hold bfloat16. This module emits the few
 vector operations that decode attention needs, for the register width of the machine. A *pair* is two registers of
 scores that hold one chunk of a row. Within a chunk, bfloat16 rows are kept even elements first, since that is how
-they come out of 32-bit words with one shift and one mask; queries and outputs go through the same :meth:`decode_row` and
-:meth:`encode_row`, so the order never shows outside.
+they come out of 32-bit words with one shift and one mask; queries and outputs go through the same :meth:`decode_row`
+and :meth:`encode_row`, so the order never shows outside.
 """
 
 from __future__ import annotations
@@ -112,9 +112,7 @@ class Emitter:
                 merged.append(combine(self.shuffle(x, y, low), self.shuffle(x, y, [i + half for i in low])))
             vs, segment = merged, half
         while len(vs) > 1:  # more vectors than lanes
-            vs = [
-                self.shuffle(x, y, range(2 * x.type.count)) for x, y in zip(vs[::2], vs[1::2], strict=True)
-            ]
+            vs = [self.shuffle(x, y, range(2 * x.type.count)) for x, y in zip(vs[::2], vs[1::2], strict=True)]
         return vs[0] if vs[0].type.count > 1 else self.b.extract_element(vs[0], ir.Constant(I32, 0))
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:

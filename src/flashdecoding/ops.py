@@ -1,0 +1,121 @@
+"""The same calls as torch operators, for ``torch.compile``, ``torch.export`` and anything else that traces.
+
+``torch.ops.flashdecoding.decode_attention`` returns (out, lse), ``decode_attention_out`` writes ``out`` and returns
+lse, ``partial_attention`` returns (m, l, o). Per-sequence numbers are tensors here; plans stay outside, since a cut
+follows from lengths. Eager calls do not come through here: the dispatcher would cost them as much as all their checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashdecoding.state import state_dtype
+
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor? seqlens, Tensor? page_table, Tensor? kv_begin, Tensor? cu_q_lens, "
+    "SymInt? max_q_len, float? scale, bool causal, SymInt? window, float? softcap, {sinks}"
+    "Tensor? alibi_slopes, Tensor? mask"
+)
+_NAMES = (
+    "seqlens", "page_table", "kv_begin", "cu_q_lens", "max_q_len", "scale", "causal", "window", "softcap", "sinks",
+    "alibi_slopes", "mask",
+)  # fmt: skip
+_PARTIAL_NAMES = (*(name for name in _NAMES if name != "sinks"), "q_start", "kv_start", "kv_block", "kv_stride")
+
+_library = torch.library.Library("flashdecoding", "DEF")  # type: ignore[no-untyped-call]
+_SINKS, _PIECE = "Tensor? sinks, ", "Tensor? q_start, Tensor? kv_start, SymInt? kv_block, SymInt? kv_stride"
+for _schema in (
+    f"decode_attention({_CALL.format(sinks=_SINKS)}) -> (Tensor, Tensor)",
+    f"decode_attention_out({_CALL.format(sinks=_SINKS)}, Tensor(a!) out) -> Tensor",
+    f"partial_attention({_CALL.format(sinks='')}, {_PIECE}) -> (Tensor, Tensor, Tensor)",
+):
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+
+
+def empty_output(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    """(batch, heads, q_len, head_dim_v) whose axes lie in memory in the order of q's."""
+    shape = (*q.shape[:3], head_dim_v)
+    if q.is_contiguous():
+        return q.new_empty(shape)
+    stride = q.stride()
+    order = sorted(range(4), key=lambda axis: (-stride[axis], axis))
+    packed = q.new_empty([shape[axis] for axis in order])
+    return packed.permute([order.index(axis) for axis in range(4)])
+
+
+def _fake_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_output(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+
+
+def _fake_decode_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
+    return q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+
+
+def _fake_partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
+    dtype, rows = state_dtype(q.dtype), q.shape[:3]
+    m, l = q.new_empty((*rows, 1), dtype=dtype), q.new_empty((*rows, 1), dtype=dtype)
+    return m, l, q.new_empty((*rows, v.shape[3]), dtype=dtype)
+
+
+def bind(decode: Callable[..., Any], partial: Callable[..., Any]) -> None:
+    """Give the operators their eager implementations, :func:`decode_attention` and :func:`partial_attention`."""
+
+    def run_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = decode(q, k, v, **dict(zip(_NAMES, call, strict=True)), return_lse=True)
+        return out, lse
+
+    def run_decode_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> torch.Tensor:
+        *options, out = call
+        lse: torch.Tensor = decode(q, k, v, **dict(zip(_NAMES, options, strict=True)), out=out, return_lse=True)[1]
+        return lse
+
+    def run_partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, ...]:
+        options = dict(zip(_PARTIAL_NAMES, call, strict=True))
+        options["kv_start"] = 0 if options["kv_start"] is None else options["kv_start"]
+        state = partial(q, k, v, **options)
+        return state.m, state.l, state.o
+
+    for name, run, fake in (
+        ("decode_attention", run_decode, _fake_decode),
+        ("decode_attention_out", run_decode_out, _fake_decode_out),
+        ("partial_attention", run_partial, _fake_partial),
+    ):
+        _library.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"flashdecoding::{name}", fake, lib=_library)
+
+
+def _numbers(value: Any, batch: int) -> torch.Tensor | None:
+    """Host lengths as a tensor that can be traced."""
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor([value] * batch if isinstance(value, int) else list(value), dtype=torch.int64)
+
+
+def traced_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by way of the operators."""
+    batch = q.shape[0] if options["cu_q_lens"] is None else options["cu_q_lens"].shape[0] - 1
+    for name in ("seqlens", "kv_begin"):
+        options[name] = _numbers(options[name], batch)
+    call = [options[name] for name in _NAMES]
+    if out is None:
+        fresh: tuple[torch.Tensor, torch.Tensor] = torch.ops.flashdecoding.decode_attention(q, k, v, *call)
+        return fresh
+    lse: torch.Tensor = torch.ops.flashdecoding.decode_attention_out(q, k, v, *call, out)
+    return out, lse
+
+
+def traced_partial(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(m, l, o) by way of the operator."""
+    batch = q.shape[0] if options["cu_q_lens"] is None else options["cu_q_lens"].shape[0] - 1
+    for name in ("seqlens", "kv_begin", "q_start", "kv_start"):
+        options[name] = _numbers(options[name], batch)
+    call = [options[name] for name in _PARTIAL_NAMES]
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.flashdecoding.partial_attention(q, k, v, *call)
+    return state
