@@ -22,11 +22,11 @@ from flashdecoding.cpu.micro import (
     KEYS,
     add_row,
     dots,
+    fill_rows,
     fetch_add,
     load,
     non_finite_row,
     pack_row,
-    prefetch_v,
     row_alibi,
     row_exponentials,
     row_maximum,
@@ -139,16 +139,11 @@ def fill_addresses(args, seq, base, stride_b, stride_s, first, count, table):
         while j < count:
             number = load("int32", entry + page * argument(args, "page_table_stride_p"), 0)
             row = base + number * stride_b + slot * stride_s
-            for _ in range(min(page_size - slot, count - j)):
-                store("int64", table, j, row)
-                row += stride_s
-                j += 1
-            page, slot = page + 1, 0
+            run = min(page_size - slot, count - j)
+            fill_rows(table + 8 * j, row, stride_s, run)
+            j, page, slot = j + run, page + 1, 0
     else:
-        row = base + sequence_index(args, seq) * stride_b + first * stride_s
-        for j in range(count):
-            store("int64", table, j, row)
-            row += stride_s
+        fill_rows(table, base + sequence_index(args, seq) * stride_b + first * stride_s, stride_s, count)
 
 
 @kernel
@@ -177,11 +172,11 @@ def masked_in(args, seq, head, i, key):
 
 
 @kernel
-def visible_keys(shape, args, seq, head, first_row, rows, first, count, scratch):
+def visible_keys(shape, args, seq, head, first_row, rows, first, count, k, scratch):
     """Keep the keys of a tile that some row sees; note who sees what. Returns (keys kept, rows differ)."""
     group = argument(args, "group_size")
     keys, seen = scratch + fact(shape, "scratch_keys"), scratch + fact(shape, "scratch_seen")
-    k, v = scratch + fact(shape, "scratch_k"), scratch + fact(shape, "scratch_v")
+    v = scratch + fact(shape, "scratch_v")
     kept, differ = 0, False
     for j in range(count):
         key, viewers = first + j, 0
@@ -269,9 +264,9 @@ def softmax_step(shape, s, count, ml, o):
 
 
 @kernel
-def score_keys(shape, rows, count, scratch):
+def score_keys(shape, rows, count, k, scratch):
     """scores = q . k for a tile, while its V rows are on their way."""
-    k, v, s = scratch + fact(shape, "scratch_k"), scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
+    v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
     lanes, q_bytes, s_bytes = fact(shape, "lanes"), fact(shape, "q_row_bytes"), fact(shape, "s_row_bytes")
     wide, columns = scratch + fact(shape, "scratch_wide"), scratch + fact(shape, "scratch_columns")
     padded, square_rows = (count + lanes - 1) // lanes * lanes, rows_by_square(shape, rows)
@@ -288,28 +283,22 @@ def score_keys(shape, rows, count, scratch):
         for j in range(block, block + lanes, KEYS):
             if square_rows == rows:
                 break
-            for offset in range(KEYS):
-                prefetch_v(shape, load("int64", v, j + offset))
             to = s + j * fact(shape, "score_bytes")
             r = square_rows
             while r + 4 <= rows:
-                dots(shape, 4, to + r * s_bytes, scratch + r * q_bytes, k + 8 * j)
+                dots(shape, 4, to + r * s_bytes, scratch + r * q_bytes, k + 8 * j, v + 8 * j)
                 r += 4
             if r + 2 <= rows:
-                dots(shape, 2, to + r * s_bytes, scratch + r * q_bytes, k + 8 * j)
+                dots(shape, 2, to + r * s_bytes, scratch + r * q_bytes, k + 8 * j, v + 8 * j)
                 r += 2
             if r < rows:
-                dots(shape, 1, to + r * s_bytes, scratch + r * q_bytes, k + 8 * j)
+                dots(shape, 1, to + r * s_bytes, scratch + r * q_bytes, k + 8 * j, v + 8 * j)
 
 
 @kernel
-def weigh_values(shape, rows, count, scratch, o):
+def weigh_values(shape, rows, count, ahead, scratch, o):
     """o += weights . v for a tile, while K rows of the next tile are on their way."""
-    v, ahead, s = (
-        scratch + fact(shape, "scratch_v"),
-        scratch + fact(shape, "scratch_next"),
-        scratch + fact(shape, "scratch_s"),
-    )
+    v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
     s_bytes, o_bytes, most = fact(shape, "s_row_bytes"), fact(shape, "o_row_bytes"), fact(shape, "value_rows")
     blocks, r = (rows + most - 1) // most, 0
     pace = (256 + blocks - 1) // blocks
@@ -367,12 +356,12 @@ def rows_agree(shape, rows, first, count, scratch):
 
 
 @kernel
-def attend_tile(shape, args, seq, head, first_row, rows, first, count, scratch, ml, o):
+def attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead, scratch, ml, o):
     """One tile of keys [first, first + count) for all rows of a block."""
     keys, differ = scratch + fact(shape, "scratch_keys"), False
     fill_v(args, seq, head, first, count, scratch + fact(shape, "scratch_v"))
     if argument(args, "mask") or not rows_agree(shape, rows, first, count, scratch):
-        count, differ = visible_keys(shape, args, seq, head, first_row, rows, first, count, scratch)
+        count, differ = visible_keys(shape, args, seq, head, first_row, rows, first, count, k, scratch)
         if count == 0:
             return
     elif argument(args, "alibi"):
@@ -381,13 +370,12 @@ def attend_tile(shape, args, seq, head, first_row, rows, first, count, scratch, 
     element, gathered = fact(shape, "element_bytes"), scratch + fact(shape, "scratch_gather")
     if argument(args, "k_stride_d") != element:
         area = gathered + fact(shape, "gather_row_bytes")
-        k = scratch + fact(shape, "scratch_k")
         gather_rows(shape, k, argument(args, "k_stride_d"), fact(shape, "head_dim"), area, count)
     if argument(args, "v_stride_d") != element:
         area = gathered + fact(shape, "gather_row_bytes") * (1 + TILE)
         v = scratch + fact(shape, "scratch_v")
         gather_rows(shape, v, argument(args, "v_stride_d"), fact(shape, "head_dim_v"), area, count)
-    score_keys(shape, rows, count, scratch)
+    score_keys(shape, rows, count, k, scratch)
     if argument(args, "alibi"):
         fill_offsets(shape, args, seq, count, scratch)
     for r in range(rows):
@@ -397,7 +385,7 @@ def attend_tile(shape, args, seq, head, first_row, rows, first, count, scratch, 
     if differ and any_non_finite(shape, count, scratch):
         weigh_seen_values(shape, rows, count, scratch, o)
     else:
-        weigh_values(shape, rows, count, scratch, o)
+        weigh_values(shape, rows, count, ahead, scratch, o)
 
 
 @kernel
@@ -421,18 +409,16 @@ def split_unit(shape, args, unit, scratch):
     first = sequence_field(seq, "first") + split * sequence_field(seq, "split_keys")
     stop = min(highest, first + sequence_field(seq, "split_keys"))
     first = max(lowest, first)
-    k, next_k = scratch + fact(shape, "scratch_k"), scratch + fact(shape, "scratch_next")
+    k, ahead = scratch + fact(shape, "scratch_k"), scratch + fact(shape, "scratch_next")
     coming = min(TILE, stop - first)
-    fill_k(args, seq, head, first, coming, next_k)
+    fill_k(args, seq, head, first, coming, ahead)
     while first < stop:
-        count = coming
-        for j in range(count):
-            store("int64", k, j, load("int64", next_k, j))
+        k, ahead, count = ahead, k, coming
         coming = min(TILE, stop - first - count)
-        fill_k(args, seq, head, first + count, coming, next_k)
+        fill_k(args, seq, head, first + count, coming, ahead)
         for j in range(max(coming, 0), count):
-            store("int64", next_k, j, load("int64", k, j))
-        attend_tile(shape, args, seq, head, first_row, rows, first, count, scratch, ml, o)
+            store("int64", ahead, j, load("int64", k, 0))
+        attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead, scratch, ml, o)
         first += count
 
 

@@ -19,11 +19,12 @@ from numba import types
 from numba.extending import intrinsic
 
 from flashdecoding.cpu.shape import TILE, KernelShape
-from flashdecoding.cpu.vector import FLOATS, I64, Emitter, Value
+from flashdecoding.cpu.vector import FLOATS, I64, Emitter, Value, counted_loop
 
 SQUARE_DEPTH = 64  # products summed in one chain by square_dots
 SQUARE_STEP = 4  # dimensions a loop turn
 
+ADDRESSES = 8  # row addresses written at a time
 KEYS = 4  # keys a block of scores; tiles are padded to a multiple with copies of their last row
 
 address = types.int64
@@ -79,13 +80,31 @@ def fetch_add(typing_context, base, amount):
 
 
 @intrinsic(prefer_literal=True)
-def prefetch_v(typing_context, shape, row):
-    """Bring a V row towards the core."""
+def fill_rows(typing_context, table, first, step, count):
+    """table[j] = first + j * step for j < count, and up to ADDRESSES - 1 entries past that."""
 
-    def emit(e: Emitter, row: Value) -> None:
-        e.prefetch(row, 0, e.shape.head_dim_v * e.shape.element_bytes)
+    def code(context, b, signature, values):
+        table, first, step, count = values
+        ty = ir.VectorType(I64, ADDRESSES)
+        places = ir.Constant(ty, list(range(ADDRESSES)))
 
-    return _micro(types.void, (shape, address), emit)
+        def splat(x):
+            v = b.insert_element(ir.Constant(ty, ir.Undefined), x, ir.Constant(ir.IntType(32), 0))
+            return b.shuffle_vector(v, v, ir.Constant(ir.VectorType(ir.IntType(32), ADDRESSES), [0] * ADDRESSES))
+
+        rows = b.add(splat(first), b.mul(splat(step), places))
+        stride = splat(b.mul(step, ir.Constant(I64, ADDRESSES)))
+
+        def body(i, carried):
+            at = b.add(table, b.mul(i, ir.Constant(I64, 8 * ADDRESSES)))
+            b.store(carried[0], b.inttoptr(at, ty.as_pointer()), align=8)
+            return [b.add(carried[0], stride)]
+
+        blocks = b.sdiv(b.add(count, ir.Constant(I64, ADDRESSES - 1)), ir.Constant(I64, ADDRESSES))
+        counted_loop(b, blocks, body, [rows])
+        return context.get_dummy_value()
+
+    return types.void(address, address, types.int64, types.int64), code
 
 
 @intrinsic(prefer_literal=True)
@@ -116,26 +135,38 @@ def widen_row(typing_context, shape, packed, row):
 
 
 @intrinsic(prefer_literal=True)
-def dots(typing_context, shape, rows, s, q, table):
-    """s[r, j] = q[r] . k[j] for ``rows`` queries and KEYS keys; ``s`` and ``table`` point at the first key."""
+def dots(typing_context, shape, rows, s, q, table, ahead):
+    """s[r, j] = q[r] . k[j] for ``rows`` queries and KEYS keys; ``s`` and the tables point at the first key.
+
+    Meanwhile the V rows whose addresses are in ``ahead``, one for each key, are brought towards the core, a line at a time:
+    a core that has asked for all the lines it may wait for does little else.
+    """
     n = rows.literal_value
 
-    def emit(e: Emitter, s: Value, q: Value, table: Value) -> None:
+    def emit(e: Emitter, s: Value, q: Value, table: Value, ahead: Value) -> None:
         shape = e.shape
         keys = [e.load(table, I64, 8 * j) for j in range(KEYS)]
+        coming = [e.load(ahead, I64, 8 * j) for j in range(KEYS)]
+        v_bytes = shape.head_dim_v * shape.element_bytes
+        lines = [(v, offset) for v in coming for offset in range(0, v_bytes, 64)]
+        steps = 2 * n * (shape.padded_dim // shape.chunk)
         zero = e.constant(e.score, 0.0)
         total = [[zero] * KEYS for _ in range(n)]
+        step = 0
         for start in range(0, shape.head_dim, shape.chunk):
             pairs = [e.decode_row(k, start, shape.head_dim) for k in keys]
             for half in (0, 1):
                 for r in range(n):
+                    for v, offset in lines[len(lines) * step // steps : len(lines) * (step + 1) // steps]:
+                        e.prefetch(v, offset, offset + 64)
+                    step += 1
                     query = e.load(q, e.score, r * shape.q_row_bytes + (start + half * e.lanes) * shape.score_bytes)
                     for j in range(KEYS):
                         total[r][j] = e.fma(query, pairs[j][half], total[r][j])
         for r in range(n):
             e.store(e.fold(total[r], e.b.fadd), s, r * shape.s_row_bytes)
 
-    return _micro(types.void, (shape, rows, address, address, address), emit)
+    return _micro(types.void, (shape, rows, address, address, address, address), emit)
 
 
 @intrinsic(prefer_literal=True)
@@ -241,8 +272,11 @@ def weigh(typing_context, shape, rows, o, s, table, ahead, pace, count):
                 j: Value, total: list[Value], block: int = block, first: int = first, chunks: int = chunks
             ) -> list[Value]:
                 row = e.b.shl(j, ir.Constant(I64, 3))
-                coming = e.b.shl(e.b.lshr(e.b.mul(j, pace), ir.Constant(I64, 8)), ir.Constant(I64, 3))
-                e.prefetch(e.load(e.b.add(ahead, coming), I64), lines[block], lines[block + 1])
+                progress = e.b.mul(j, pace)
+                coming = e.b.shl(e.b.lshr(progress, ir.Constant(I64, 8)), ir.Constant(I64, 3))
+                fresh = e.b.icmp_unsigned("<", e.b.and_(progress, ir.Constant(I64, 255)), pace)
+                at = e.b.select(fresh, e.load(e.b.add(ahead, coming), I64), o)
+                e.prefetch(at, lines[block], lines[block + 1])
                 v = e.load(e.b.add(table, row), I64)
                 starts = [(first + c) * shape.chunk for c in range(chunks)]
                 columns = [e.convert(x, e.sum) for start in starts for x in e.decode_row(v, start, shape.head_dim_v)]

@@ -56,12 +56,12 @@ class Emitter:
         self.b.store(value, self.pointer(address, value.type, offset), align=_bytes(element))
 
     def prefetch(self, address: Value, begin: int, end: int) -> None:
-        """Bring bytes [begin, end) of a row into L1, a 64-byte line at a time."""
+        """Bring bytes [begin, end) of a row into L2, a 64-byte line at a time."""
         ty = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
         function = cgutils.get_or_insert_function(self.b.module, ty, "llvm.prefetch.p0")
-        read, keep, data = (ir.Constant(I32, x) for x in (0, 3, 1))
+        read, second_level, data = (ir.Constant(I32, x) for x in (0, 2, 1))
         for line in range(begin, end, 64):
-            self.b.call(function, [self.pointer(address, I8, line), read, keep, data])
+            self.b.call(function, [self.pointer(address, I8, line), read, second_level, data])
 
     # Values
 
@@ -215,33 +215,37 @@ class Emitter:
         nan = self.b.fcmp_unordered("uno", v, v)
         return self.b.select(nan, self.constant(integer, 0x7FC00000), rounded)
 
-    # Control
-
     def loop(
         self, count: Value, body: Callable[[Value, list[Value]], Sequence[Value]], carried: Sequence[Value] = ()
     ) -> list[Value]:
-        """``for i in range(count)`` with loop-carried values; returns them as they leave."""
-        b = self.b
-        before, head = b.basic_block, b.append_basic_block("loop")
-        inside, after = b.append_basic_block("body"), b.append_basic_block("after")
-        b.branch(head)
-        b.position_at_end(head)
-        i = b.phi(I64)
-        i.add_incoming(ir.Constant(I64, 0), before)
-        values = []
-        for v in carried:
-            phi = b.phi(v.type)
-            phi.add_incoming(v, before)
-            values.append(phi)
-        b.cbranch(b.icmp_signed("<", i, count), inside, after)
-        b.position_at_end(inside)
-        updated = body(i, values)
-        i.add_incoming(b.add(i, ir.Constant(I64, 1)), b.basic_block)
-        for phi, v in zip(values, updated, strict=True):
-            phi.add_incoming(v, b.basic_block)
-        b.branch(head)
-        b.position_at_end(after)
-        return values
+        """:func:`counted_loop` at the builder's position."""
+        return counted_loop(self.b, count, body, carried)
+
+
+def counted_loop(
+    b: Any, count: Value, body: Callable[[Value, list[Value]], Sequence[Value]], carried: Sequence[Value] = ()
+) -> list[Value]:
+    """``for i in range(count)`` with loop-carried values; returns them as they leave."""
+    before, head = b.basic_block, b.append_basic_block("loop")
+    inside, after = b.append_basic_block("body"), b.append_basic_block("after")
+    b.branch(head)
+    b.position_at_end(head)
+    i = b.phi(I64)
+    i.add_incoming(ir.Constant(I64, 0), before)
+    values = []
+    for v in carried:
+        phi = b.phi(v.type)
+        phi.add_incoming(v, before)
+        values.append(phi)
+    b.cbranch(b.icmp_signed("<", i, count), inside, after)
+    b.position_at_end(inside)
+    updated = body(i, values)
+    i.add_incoming(b.add(i, ir.Constant(I64, 1)), b.basic_block)
+    for phi, v in zip(values, updated, strict=True):
+        phi.add_incoming(v, b.basic_block)
+    b.branch(head)
+    b.position_at_end(after)
+    return values
 
 
 def _bytes(element: Any) -> int:
