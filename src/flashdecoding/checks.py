@@ -119,6 +119,7 @@ class Checked:
     mask_is_tree: bool
     kv_block: int | None
     kv_stride: int | None
+    problem: tuple[Any, ...]  # equal to the DecodeProblem of a plan that fits
 
 
 class Call(NamedTuple):
@@ -189,7 +190,7 @@ def check_call(
         None if q_start is None else host_lengths(q_start, batch, None, caller, "q_start"),
         None if type(kv_start) is int and kv_start == 0 else host_lengths(kv_start, batch, None, caller, "kv_start"),
     )  # fmt: skip
-    if plan is not None:
+    if plan is not None and (plan.problem != checked.problem or call.positioned):
         check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, None if call.positioned else window)
     return call
 
@@ -231,6 +232,7 @@ def check_signature(signature: Signature) -> Checked:
         softcap=None if s.softcap is None else float(s.softcap),
         mask_is_tree=s.mask is not None and len(s.mask.shape) == 3,
         kv_block=s.kv_block, kv_stride=s.kv_stride,
+        problem=(batch, q_heads, s.k.shape[1], s.q.shape[3], s.v.shape[3], s.q.dtype, q_len, s.window),
     )  # fmt: skip
 
 
@@ -427,7 +429,9 @@ def _check_offsets(s: Signature, offsets: list[int]) -> list[int]:
 def _check_lengths(s: Signature, checked: Checked, seqlens: Lengths | None, plan: SplitPlan | None) -> list[int]:
     batch, capacity = checked.batch, checked.capacity
     if plan is not None and plan.problem.batch == batch:
-        planned = host_lengths(plan.lengths, batch, capacity, s.caller, "plan.seqlens")
+        planned = plan.lengths
+        if max(planned, default=0) > capacity:
+            host_lengths(planned, batch, capacity, s.caller, "plan.seqlens")
         if seqlens is None or seqlens is plan.seqlens:
             return planned
         given = host_lengths(seqlens, batch, capacity, s.caller)

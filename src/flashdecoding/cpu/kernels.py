@@ -22,11 +22,12 @@ from flashdecoding.cpu.micro import (
     KEYS,
     add_row,
     dots,
-    fill_rows,
     fetch_add,
+    fill_rows,
     load,
     non_finite_row,
     pack_row,
+    prefetch_rows,
     row_alibi,
     row_exponentials,
     row_maximum,
@@ -412,6 +413,7 @@ def split_unit(shape, args, unit, scratch):
     k, ahead = scratch + fact(shape, "scratch_k"), scratch + fact(shape, "scratch_next")
     coming = min(TILE, stop - first)
     fill_k(args, seq, head, first, coming, ahead)
+    prefetch_rows(shape, ahead, coming)
     while first < stop:
         k, ahead, count = ahead, k, coming
         coming = min(TILE, stop - first - count)

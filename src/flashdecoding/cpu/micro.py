@@ -108,6 +108,21 @@ def fill_rows(typing_context, table, first, step, count):
 
 
 @intrinsic(prefer_literal=True)
+def prefetch_rows(typing_context, shape, table, count):
+    """Bring the first ``count`` K rows of a table towards the core."""
+
+    def emit(e: Emitter, table: Value, count: Value) -> None:
+        def body(j: Value, carried: list[Value]) -> list[Value]:
+            row = e.load(e.b.add(table, e.b.shl(j, ir.Constant(I64, 3))), I64)
+            e.prefetch(row, 0, e.shape.head_dim * e.shape.element_bytes)
+            return []
+
+        e.loop(count, body)
+
+    return _micro(types.void, (shape, address, types.int64), emit)
+
+
+@intrinsic(prefer_literal=True)
 def pack_row(typing_context, shape, packed, row, factor):
     """packed[:] = row * factor, rounded once: a query row (own dtype, adjacent elements) as padded scores."""
 
@@ -138,8 +153,8 @@ def widen_row(typing_context, shape, packed, row):
 def dots(typing_context, shape, rows, s, q, table, ahead):
     """s[r, j] = q[r] . k[j] for ``rows`` queries and KEYS keys; ``s`` and the tables point at the first key.
 
-    Meanwhile the V rows whose addresses are in ``ahead``, one for each key, are brought towards the core, a line at a time:
-    a core that has asked for all the lines it may wait for does little else.
+    Meanwhile the V rows whose addresses are in ``ahead``, one for each key, are brought towards the core, a line at a
+    time: a core that has asked for all the lines it may wait for does little else.
     """
     n = rows.literal_value
 
