@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashdecoding.checks import FLOAT_DTYPES, Lengths, Refusal, host_lengths, refuse_without_backend
+from flashdecoding.checks import Lengths, host_lengths, refuse_without_backend
+from flashdecoding.refusal import Refusal
+from flashdecoding.signature import FLOAT_DTYPES
 
 LONGEST = 2**31 - 1  # the plan's arrays are int32
 Int32Array = npt.NDArray[np.int32]

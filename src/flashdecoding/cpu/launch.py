@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from flashdecoding.checks import Refusal
 from flashdecoding.cpu.arguments import Layout, Run, Sequence
 from flashdecoding.cpu.compiled import workers
 from flashdecoding.cpu.kernels import LOG2_E
 from flashdecoding.cpu.shape import MAX_ROWS, kernel_shape
 from flashdecoding.cpu.threads import Worker, run_parallel
+from flashdecoding.refusal import Refusal
 from flashdecoding.state import AttentionState, state_dtype
 
 if TYPE_CHECKING:
-    from flashdecoding.checks import Call, Checked, Facts
+    from flashdecoding.checks import Call
     from flashdecoding.plan import Cut
+    from flashdecoding.signature import Checked, Facts
 
 WHOLE = 1 << 62  # kv_block and kv_stride of keys that stand without gaps
 THREAD_WORK = (

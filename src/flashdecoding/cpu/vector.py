@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
 from flashdecoding.cpu.shape import KernelShape
 
 Value = Any  # an LLVM value; llvmlite ships no types
+
+address = types.int64
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -220,6 +223,18 @@ class Emitter:
     ) -> list[Value]:
         """:func:`counted_loop` at the builder's position."""
         return counted_loop(self.b, count, body, carried)
+
+
+def vector_intrinsic(result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
+    """An intrinsic's signature and code; ``arguments[0]`` is the shape, ``emit`` gets the run-time values."""
+    shape = arguments[0].shape
+    live = [i for i, ty in enumerate(arguments) if i and not isinstance(ty, types.Literal)]
+
+    def code(context, builder, signature, values):
+        returned = emit(Emitter(builder, shape), *(values[i] for i in live))
+        return context.get_dummy_value() if result is types.void else returned
+
+    return result(*arguments), code
 
 
 def counted_loop(

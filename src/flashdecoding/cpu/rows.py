@@ -1,0 +1,277 @@
+"""Vector operations on single rows of q, k, v, scores and o, and on the scalars around them.
+
+Each is a Numba intrinsic. Arguments named for areas of memory are addresses (int64); ``shape`` is compile-time.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from flashdecoding.cpu.vector import FLOATS, I64, Emitter, Value, address, counted_loop, vector_intrinsic
+
+ADDRESSES = 8  # row addresses written at a time
+SCALARS = {
+    "uint8": types.uint8,
+    "int32": types.int32,
+    "int64": types.int64,
+    "float32": types.float32,
+    "float64": types.float64,
+}
+
+
+@intrinsic(prefer_literal=True)
+def load(typing_context, kind, base, index):
+    """Element ``index`` of the array of ``kind`` (a literal such as "int64") at ``base``."""
+    ty = SCALARS[kind.literal_value]
+
+    def code(context, builder, signature, values):
+        at = builder.inttoptr(values[1], context.get_data_type(ty).as_pointer())
+        return builder.load(builder.gep(at, [values[2]], source_etype=context.get_data_type(ty)))
+
+    return ty(kind, address, types.int64), code
+
+
+@intrinsic(prefer_literal=True)
+def store(typing_context, kind, base, index, value):
+    """Write element ``index`` of the array of ``kind`` at ``base``."""
+    ty = SCALARS[kind.literal_value]
+
+    def code(context, builder, signature, values):
+        at = builder.inttoptr(values[1], context.get_data_type(ty).as_pointer())
+        builder.store(values[3], builder.gep(at, [values[2]], source_etype=context.get_data_type(ty)))
+        return context.get_dummy_value()
+
+    return types.void(kind, address, types.int64, ty), code
+
+
+@intrinsic(prefer_literal=True)
+def fetch_add(typing_context, base, amount):
+    """Add to the int64 at ``base`` atomically; returns what it held."""
+
+    def code(context, builder, signature, values):
+        return builder.atomic_rmw("add", builder.inttoptr(values[0], I64.as_pointer()), values[1], "monotonic")
+
+    return types.int64(address, types.int64), code
+
+
+@intrinsic(prefer_literal=True)
+def fill_rows(typing_context, table, first, step, count):
+    """table[j] = first + j * step for j < count, and up to ADDRESSES - 1 entries past that."""
+
+    def code(context, b, signature, values):
+        table, first, step, count = values
+        ty = ir.VectorType(I64, ADDRESSES)
+        places = ir.Constant(ty, list(range(ADDRESSES)))
+
+        def splat(x):
+            v = b.insert_element(ir.Constant(ty, ir.Undefined), x, ir.Constant(ir.IntType(32), 0))
+            return b.shuffle_vector(v, v, ir.Constant(ir.VectorType(ir.IntType(32), ADDRESSES), [0] * ADDRESSES))
+
+        rows = b.add(splat(first), b.mul(splat(step), places))
+        stride = splat(b.mul(step, ir.Constant(I64, ADDRESSES)))
+
+        def body(i, carried):
+            at = b.add(table, b.mul(i, ir.Constant(I64, 8 * ADDRESSES)))
+            b.store(carried[0], b.inttoptr(at, ty.as_pointer()), align=8)
+            return [b.add(carried[0], stride)]
+
+        blocks = b.sdiv(b.add(count, ir.Constant(I64, ADDRESSES - 1)), ir.Constant(I64, ADDRESSES))
+        counted_loop(b, blocks, body, [rows])
+        return context.get_dummy_value()
+
+    return types.void(address, address, types.int64, types.int64), code
+
+
+@intrinsic(prefer_literal=True)
+def prefetch_rows(typing_context, shape, table, count):
+    """Bring the first ``count`` K rows of a table towards the core."""
+
+    def emit(e: Emitter, table: Value, count: Value) -> None:
+        def body(j: Value, carried: list[Value]) -> list[Value]:
+            row = e.load(e.b.add(table, e.b.shl(j, ir.Constant(I64, 3))), I64)
+            e.prefetch(row, 0, e.shape.head_dim * e.shape.element_bytes)
+            return []
+
+        e.loop(count, body)
+
+    return vector_intrinsic(types.void, (shape, address, types.int64), emit)
+
+
+@intrinsic(prefer_literal=True)
+def pack_row(typing_context, shape, packed, row, factor):
+    """packed[:] = row * factor, rounded once: a query row (own dtype, adjacent elements) as padded scores."""
+
+    def emit(e: Emitter, packed: Value, row: Value, factor: Value) -> None:
+        wide = ir.VectorType(FLOATS["float64"], e.lanes)
+        f = e.splat(factor)
+        for start in range(0, e.shape.head_dim, e.shape.chunk):
+            for half, v in enumerate(e.decode_row(row, start, e.shape.head_dim)):
+                scaled = e.convert(e.b.fmul(e.convert(v, wide), f), e.score)
+                e.store(scaled, packed, (start + half * e.lanes) * e.shape.score_bytes)
+
+    return vector_intrinsic(types.void, (shape, address, address, types.float64), emit)
+
+
+@intrinsic(prefer_literal=True)
+def widen_row(typing_context, shape, packed, row):
+    """packed[:] = row: a K row as padded scores."""
+
+    def emit(e: Emitter, packed: Value, row: Value) -> None:
+        for start in range(0, e.shape.head_dim, e.shape.chunk):
+            for half, v in enumerate(e.decode_row(row, start, e.shape.head_dim)):
+                e.store(v, packed, (start + half * e.lanes) * e.shape.score_bytes)
+
+    return vector_intrinsic(types.void, (shape, address, address), emit)
+
+
+def _each_vector(e: Emitter, base: Value, count: Value, body: Callable[..., list[Value]], carried: list[Value]) -> Any:
+    """Over the vectors of scores that hold s[0:count]; the last may reach past ``count``."""
+    vectors = e.b.sdiv(e.b.add(count, ir.Constant(I64, e.lanes - 1)), ir.Constant(I64, e.lanes))
+    step = ir.Constant(I64, e.lanes * e.shape.score_bytes)
+    return e.loop(vectors, lambda i, vs: body(e.b.add(base, e.b.mul(i, step)), vs), carried)
+
+
+@intrinsic(prefer_literal=True)
+def row_maximum(typing_context, shape, s, count):
+    """max of s[0:count], ignoring NaN; entries up to the next full register must be -inf."""
+
+    def emit(e: Emitter, s: Value, count: Value) -> Value:
+        start = e.constant(e.score, -math.inf)
+        (top,) = _each_vector(e, s, count, lambda at, vs: [e.maximum(vs[0], e.load(at, e.score))], [start])
+        return e.convert(e.fold([top], e.maximum), FLOATS["float64"])
+
+    return vector_intrinsic(types.float64, (shape, address, types.int64), emit)
+
+
+@intrinsic(prefer_literal=True)
+def row_exponentials(typing_context, shape, s, count, base):
+    """s[0:count] = 2**(s - base); returns their sum, as a float64 that holds a ``sums`` value."""
+
+    def emit(e: Emitter, s: Value, count: Value, base: Value) -> Value:
+        m = e.splat(e.convert(base, e.score.element))
+
+        def body(at: Value, vs: list[Value]) -> list[Value]:
+            p = e.exp2(e.b.fsub(e.load(at, e.score), m))
+            e.store(p, at)
+            return [e.b.fadd(vs[0], e.convert(p, e.sum))]
+
+        (total,) = _each_vector(e, s, count, body, [e.constant(e.sum, 0.0)])
+        return e.convert(e.fold([total], e.b.fadd), FLOATS["float64"])
+
+    return vector_intrinsic(types.float64, (shape, address, types.int64, types.float64), emit)
+
+
+@intrinsic(prefer_literal=True)
+def row_softcap(typing_context, shape, s, count, inverse_cap, cap):
+    """s[0:count] = cap * tanh(s * inverse_cap), in float64, since 1 - 2 / (exp(2x) + 1) loses small x."""
+
+    def emit(e: Emitter, s: Value, count: Value, inverse_cap: Value, cap: Value) -> None:
+        wide = ir.VectorType(FLOATS["float64"], e.lanes)
+        flat, one, two = 20.0, e.constant(wide, 1.0), e.constant(wide, 2.0)  # tanh(20) rounds to 1
+
+        def body(at: Value, vs: list[Value]) -> list[Value]:
+            x = e.b.fmul(e.convert(e.load(at, e.score), wide), e.splat(inverse_cap))
+            for order, limit in ((">", flat), ("<", -flat)):
+                edge = e.constant(wide, limit)
+                x = e.b.select(e.b.fcmp_ordered(order, x, edge), edge, x)
+            power = e.exp2(e.b.fmul(x, e.constant(wide, 2.0 / math.log(2))))
+            tanh = e.b.fsub(one, e.b.fdiv(two, e.b.fadd(power, one)))
+            e.store(e.convert(e.b.fmul(tanh, e.splat(cap)), e.score), at)
+            return []
+
+        _each_vector(e, s, count, body, [])
+
+    return vector_intrinsic(types.void, (shape, address, types.int64, types.float64, types.float64), emit)
+
+
+@intrinsic(prefer_literal=True)
+def row_alibi(typing_context, shape, s, count, offsets, query, slope):
+    """s[0:count] -= slope * |query - offsets|; positions as scores, relative to the tile's first key."""
+
+    def emit(e: Emitter, s: Value, count: Value, offsets: Value, query: Value, slope: Value) -> None:
+        position = e.splat(e.convert(query, e.score.element))
+        factor = e.splat(e.convert(e.b.fneg(slope), e.score.element))
+
+        def body(at: Value, vs: list[Value]) -> list[Value]:
+            offset = e.load(e.b.add(offsets, e.b.sub(at, s)), e.score)
+            distance = e.call("fabs", [e.b.fsub(position, offset)])
+            e.store(e.fma(factor, distance, e.load(at, e.score)), at)
+            return []
+
+        _each_vector(e, s, count, body, [])
+
+    return vector_intrinsic(types.void, (shape, address, types.int64, address, types.float64, types.float64), emit)
+
+
+def _each_column(e: Emitter, body: Callable[[int], None]) -> None:
+    for column in range(0, e.shape.padded_dim_v, e.lanes):
+        body(column * e.shape.sum_bytes)
+
+
+@intrinsic(prefer_literal=True)
+def scale_row(typing_context, shape, o, factor):
+    """o *= factor"""
+
+    def emit(e: Emitter, o: Value, factor: Value) -> None:
+        f = e.splat(e.convert(factor, e.sum.element))
+        _each_column(e, lambda at: e.store(e.b.fmul(e.load(o, e.sum, at), f), o, at))
+
+    return vector_intrinsic(types.void, (shape, address, types.float64), emit)
+
+
+@intrinsic(prefer_literal=True)
+def add_row(typing_context, shape, o, other, factor):
+    """o += factor * other"""
+
+    def emit(e: Emitter, o: Value, other: Value, factor: Value) -> None:
+        f = e.splat(e.convert(factor, e.sum.element))
+        _each_column(e, lambda at: e.store(e.fma(f, e.load(other, e.sum, at), e.load(o, e.sum, at)), o, at))
+
+    return vector_intrinsic(types.void, (shape, address, address, types.float64), emit)
+
+
+@intrinsic(prefer_literal=True)
+def zero_row(typing_context, shape, o):
+    """o = 0"""
+
+    def emit(e: Emitter, o: Value) -> None:
+        _each_column(e, lambda at: e.store(e.constant(e.sum, 0.0), o, at))
+
+    return vector_intrinsic(types.void, (shape, address), emit)
+
+
+@intrinsic(prefer_literal=True)
+def non_finite_row(typing_context, shape, v):
+    """0.0 if every element of the V row is finite, else NaN."""
+
+    def emit(e: Emitter, v: Value) -> Value:
+        total = zero = e.constant(e.score, 0.0)
+        for start in range(0, e.shape.head_dim_v, e.shape.chunk):
+            for x in e.decode_row(v, start, e.shape.head_dim_v):
+                total = e.b.fadd(total, e.b.fmul(x, zero))
+        return e.convert(e.fold([total], e.b.fadd), FLOATS["float64"])
+
+    return vector_intrinsic(types.float64, (shape, address), emit)
+
+
+@intrinsic(prefer_literal=True)
+def write_row(typing_context, shape, is_state, out, o, factor):
+    """out = o * factor, in the dtype of q, or of a state (in element order, type ``scores``) if ``is_state``."""
+    state = is_state.literal_value
+
+    def emit(e: Emitter, out: Value, o: Value, factor: Value) -> None:
+        f = e.splat(e.convert(factor, e.sum.element))
+        encode = e.encode_state_row if state else e.encode_row
+        for start in range(0, e.shape.head_dim_v, e.shape.chunk):
+            low, high = (e.b.fmul(e.load(o, e.sum, (start + k * e.lanes) * e.shape.sum_bytes), f) for k in (0, 1))
+            encode(out, start, e.shape.head_dim_v, (low, high))
+
+    return vector_intrinsic(types.void, (shape, is_state, address, address, types.float64), emit)
