@@ -112,10 +112,7 @@ def pack_row(typing_context, shape, packed, row, factor):
     def emit(e: Emitter, packed: Value, row: Value, factor: Value) -> None:
         wide = ir.VectorType(FLOATS["float64"], e.lanes)
         f = e.splat(factor)
-        for start in range(0, e.shape.head_dim, e.shape.chunk):
-            for half, v in enumerate(e.decode_row(row, start, e.shape.head_dim)):
-                scaled = e.convert(e.b.fmul(e.convert(v, wide), f), e.score)
-                e.store(scaled, packed, (start + half * e.lanes) * e.shape.score_bytes)
+        _convert_row(e, packed, row, lambda v: e.convert(e.b.fmul(e.convert(v, wide), f), e.score))
 
     return vector_intrinsic(types.void, (shape, address, address, types.float64), emit)
 
@@ -125,11 +122,21 @@ def widen_row(typing_context, shape, packed, row):
     """packed[:] = row: a K row as padded scores."""
 
     def emit(e: Emitter, packed: Value, row: Value) -> None:
-        for start in range(0, e.shape.head_dim, e.shape.chunk):
-            for half, v in enumerate(e.decode_row(row, start, e.shape.head_dim)):
-                e.store(v, packed, (start + half * e.lanes) * e.shape.score_bytes)
+        _convert_row(e, packed, row, lambda v: v)
 
     return vector_intrinsic(types.void, (shape, address, address), emit)
+
+
+def _convert_row(e: Emitter, packed: Value, row: Value, change: Callable[[Value], Value]) -> None:
+    shape = e.shape
+
+    def body(i: Value, valid: int, carried: list[Value]) -> list[Value]:
+        to = e.scaled(packed, i, shape.chunk * shape.score_bytes)
+        for half, v in enumerate(e.decode(e.scaled(row, i, shape.chunk * shape.element_bytes), valid)):
+            e.store(change(v), to, half * e.lanes * shape.score_bytes)
+        return []
+
+    e.each_chunk(shape.head_dim, body)
 
 
 def _each_vector(e: Emitter, base: Value, count: Value, body: Callable[..., list[Value]], carried: list[Value]) -> Any:
@@ -211,9 +218,14 @@ def row_alibi(typing_context, shape, s, count, offsets, query, slope):
     return vector_intrinsic(types.void, (shape, address, types.int64, address, types.float64, types.float64), emit)
 
 
-def _each_column(e: Emitter, body: Callable[[int], None]) -> None:
-    for column in range(0, e.shape.padded_dim_v, e.lanes):
-        body(column * e.shape.sum_bytes)
+def _each_column(e: Emitter, body: Callable[[Value], None]) -> None:
+    """``body(offset)`` for the vectors of a row of o."""
+
+    def turn(i: Value, carried: list[Value]) -> list[Value]:
+        body(e.b.mul(i, ir.Constant(I64, e.lanes * e.shape.sum_bytes)))
+        return []
+
+    e.loop(ir.Constant(I64, e.shape.padded_dim_v // e.lanes), turn)
 
 
 @intrinsic(prefer_literal=True)
@@ -222,7 +234,12 @@ def scale_row(typing_context, shape, o, factor):
 
     def emit(e: Emitter, o: Value, factor: Value) -> None:
         f = e.splat(e.convert(factor, e.sum.element))
-        _each_column(e, lambda at: e.store(e.b.fmul(e.load(o, e.sum, at), f), o, at))
+
+        def body(offset: Value) -> None:
+            at = e.b.add(o, offset)
+            e.store(e.b.fmul(e.load(at, e.sum), f), at)
+
+        _each_column(e, body)
 
     return vector_intrinsic(types.void, (shape, address, types.float64), emit)
 
@@ -233,7 +250,12 @@ def add_row(typing_context, shape, o, other, factor):
 
     def emit(e: Emitter, o: Value, other: Value, factor: Value) -> None:
         f = e.splat(e.convert(factor, e.sum.element))
-        _each_column(e, lambda at: e.store(e.fma(f, e.load(other, e.sum, at), e.load(o, e.sum, at)), o, at))
+
+        def body(offset: Value) -> None:
+            at = e.b.add(o, offset)
+            e.store(e.fma(f, e.load(e.b.add(other, offset), e.sum), e.load(at, e.sum)), at)
+
+        _each_column(e, body)
 
     return vector_intrinsic(types.void, (shape, address, address, types.float64), emit)
 
@@ -243,7 +265,7 @@ def zero_row(typing_context, shape, o):
     """o = 0"""
 
     def emit(e: Emitter, o: Value) -> None:
-        _each_column(e, lambda at: e.store(e.constant(e.sum, 0.0), o, at))
+        _each_column(e, lambda offset: e.store(e.constant(e.sum, 0.0), e.b.add(o, offset)))
 
     return vector_intrinsic(types.void, (shape, address), emit)
 
@@ -253,11 +275,15 @@ def non_finite_row(typing_context, shape, v):
     """0.0 if every element of the V row is finite, else NaN."""
 
     def emit(e: Emitter, v: Value) -> Value:
-        total = zero = e.constant(e.score, 0.0)
-        for start in range(0, e.shape.head_dim_v, e.shape.chunk):
-            for x in e.decode_row(v, start, e.shape.head_dim_v):
+        zero = e.constant(e.score, 0.0)
+
+        def body(i: Value, valid: int, carried: list[Value]) -> list[Value]:
+            (total,) = carried
+            for x in e.decode(e.scaled(v, i, e.shape.chunk * e.shape.element_bytes), valid):
                 total = e.b.fadd(total, e.b.fmul(x, zero))
-        return e.convert(e.fold([total], e.b.fadd), FLOATS["float64"])
+            return [total]
+
+        return e.convert(e.fold(e.each_chunk(e.shape.head_dim_v, body, [zero]), e.b.fadd), FLOATS["float64"])
 
     return vector_intrinsic(types.float64, (shape, address), emit)
 
@@ -269,9 +295,14 @@ def write_row(typing_context, shape, is_state, out, o, factor):
 
     def emit(e: Emitter, out: Value, o: Value, factor: Value) -> None:
         f = e.splat(e.convert(factor, e.sum.element))
-        encode = e.encode_state_row if state else e.encode_row
-        for start in range(0, e.shape.head_dim_v, e.shape.chunk):
-            low, high = (e.b.fmul(e.load(o, e.sum, (start + k * e.lanes) * e.shape.sum_bytes), f) for k in (0, 1))
-            encode(out, start, e.shape.head_dim_v, (low, high))
+        encode, size = (e.encode_state, e.shape.score_bytes) if state else (e.encode, e.shape.element_bytes)
+
+        def body(i: Value, valid: int, carried: list[Value]) -> list[Value]:
+            at = e.scaled(o, i, e.shape.chunk * e.shape.sum_bytes)
+            low, high = (e.b.fmul(e.load(at, e.sum, k * e.lanes * e.shape.sum_bytes), f) for k in (0, 1))
+            encode(e.scaled(out, i, e.shape.chunk * size), valid, (low, high))
+            return []
+
+        e.each_chunk(e.shape.head_dim_v, body)
 
     return vector_intrinsic(types.void, (shape, is_state, address, address, types.float64), emit)

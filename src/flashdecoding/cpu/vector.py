@@ -3,8 +3,8 @@
 Numba's own loops over raw addresses do not vectorise, and its arrays cannot hold bfloat16. This module emits the few
 vector operations that decode attention needs, for the register width of the machine. A *pair* is two registers of
 scores that hold one chunk of a row. Within a chunk, bfloat16 rows are kept even elements first, since that is how
-they come out of 32-bit words with one shift and one mask; queries and outputs go through the same :meth:`decode_row`
-and :meth:`encode_row`, so the order never shows outside.
+they come out of 32-bit words with one shift and one mask; queries and outputs go through the same :meth:`decode`
+and :meth:`encode`, so the order never shows outside.
 """
 
 from __future__ import annotations
@@ -153,25 +153,41 @@ class Emitter:
         tiny = self.b.fcmp_ordered("<", x, self.constant(ty, float(1 - bias)))
         return self.b.select(tiny, self.constant(ty, 0.0), self.b.fmul(p, power))
 
-    # Rows of q, k, v and out in their own dtype
+    # Rows of q, k, v and out in their own dtype, a chunk at a time. ``valid`` is how many of a chunk's elements exist.
 
-    def decode_row(self, address: Value, start: int, width: int) -> tuple[Value, Value]:
-        """Elements [start, start + chunk) of a row of ``width`` elements as two score vectors, zero past the end."""
+    def each_chunk(
+        self, width: int, body: Callable[[Value, int, list[Value]], Sequence[Value]], carried: Sequence[Value] = ()
+    ) -> list[Value]:
+        """``body(index, valid, carried)`` for each chunk of a row of ``width`` elements: a loop, then a short last one.
+
+        Loops keep the code of a head size of 576 as small, and as quick to compile, as that of 64.
+        """
+        chunk = self.shape.chunk
+        full, rest = divmod(width, chunk)
+        values = list(carried)
+        if full:
+            values = self.loop(ir.Constant(I64, full), lambda i, vs: body(i, chunk, vs), values)
+        return list(body(ir.Constant(I64, full), rest, values)) if rest else values
+
+    def scaled(self, base: Value, index: Value, step: int) -> Value:
+        """base + index * step"""
+        return self.b.add(base, self.b.mul(index, ir.Constant(I64, step)))
+
+    def decode(self, chunk: Value, valid: int) -> tuple[Value, Value]:
+        """The chunk at an address as two score vectors, zero past the last valid element."""
         shape, element = self.shape, FLOATS[self.shape.dtype]
-        size, chunk, offset = shape.element_bytes, shape.chunk, start * shape.element_bytes
-        valid = min(chunk, width - start)
-        if valid < chunk:
-            short = self.load(address, ir.VectorType(element, valid), offset)
+        if valid < shape.chunk:
+            short = self.load(chunk, ir.VectorType(element, valid))
             zeros = ir.Constant(short.type, [0 if element is I16 else 0.0] * valid)
-            row = self.shuffle(short, zeros, [min(i, valid) for i in range(chunk)])
+            row = self.shuffle(short, zeros, [min(i, valid) for i in range(shape.chunk)])
             if shape.dtype == "bfloat16":
                 return self._split_words(self.b.bitcast(row, ir.VectorType(I32, self.lanes)))
             halves = (self.shuffle(row, row, range(k, k + self.lanes)) for k in (0, self.lanes))
         elif shape.dtype == "bfloat16":
-            return self._split_words(self.load(address, ir.VectorType(I32, self.lanes), offset))
+            return self._split_words(self.load(chunk, ir.VectorType(I32, self.lanes)))
         else:
             half = ir.VectorType(element, self.lanes)
-            halves = (self.load(address, half, offset + k * self.lanes * size) for k in (0, 1))
+            halves = (self.load(chunk, half, k * self.lanes * shape.element_bytes) for k in (0, 1))
         low, high = (self.convert(v, self.score) for v in halves)
         return low, high
 
@@ -181,8 +197,8 @@ class Emitter:
         odd = self.b.and_(words, self.constant(words.type, 0xFFFF0000))
         return self.b.bitcast(even, self.score), self.b.bitcast(odd, self.score)
 
-    def encode_row(self, address: Value, start: int, width: int, pair: tuple[Value, Value]) -> None:
-        """The inverse of :meth:`decode_row`: round to nearest even and store; nothing past ``width``."""
+    def encode(self, chunk: Value, valid: int, pair: tuple[Value, Value]) -> None:
+        """The inverse of :meth:`decode`: round to nearest even and store the valid elements."""
         shape, element = self.shape, FLOATS[self.shape.dtype]
         if shape.dtype == "bfloat16":
             words = [self._round_bfloat16(self.convert(v, self.score)) for v in pair]
@@ -192,22 +208,19 @@ class Emitter:
         else:
             low, high = (self.convert(v, ir.VectorType(element, self.lanes)) for v in pair)
             row = self.shuffle(low, high, range(shape.chunk))
-        self._store_row(row, address, start, width)
+        self._store_valid(row, chunk, valid)
 
-    def encode_state_row(self, address: Value, start: int, width: int, pair: tuple[Value, Value]) -> None:
+    def encode_state(self, chunk: Value, valid: int, pair: tuple[Value, Value]) -> None:
         """The same in the order of the row and in the type of scores: an o that leaves as a state."""
         low, high = (self.convert(v, self.score) for v in pair)
         if self.shape.dtype == "bfloat16":
             order = [i // 2 + (i % 2) * self.lanes for i in range(self.shape.chunk)]
         else:
             order = list(range(self.shape.chunk))
-        self._store_row(self.shuffle(low, high, order), address, start, width)
+        self._store_valid(self.shuffle(low, high, order), chunk, valid)
 
-    def _store_row(self, row: Value, address: Value, start: int, width: int) -> None:
-        valid = min(row.type.count, width - start)
-        if valid < row.type.count:
-            row = self.shuffle(row, row, range(valid))
-        self.store(row, address, start * _bytes(row.type.element))
+    def _store_valid(self, row: Value, address: Value, valid: int) -> None:
+        self.store(row if valid == row.type.count else self.shuffle(row, row, range(valid)), address)
 
     def _round_bfloat16(self, v: Value) -> Value:
         """float32 bits whose upper half is the nearest bfloat16 (ties to even); NaN stays NaN."""
