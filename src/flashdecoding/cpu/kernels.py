@@ -42,6 +42,7 @@ from flashdecoding.cpu.tiles import (
     fill_v,
     find_sequence,
     gather_rows,
+    inlined,
     kernel,
     key_position,
     pack_queries,
@@ -87,7 +88,7 @@ def store_score(shape, s, j, value):
         store("float32", s, j, value)
 
 
-@kernel
+@inlined
 def fill_offsets(shape, args, seq, count, scratch):
     """Positions of the tile's keys relative to the first, for ALiBi."""
     keys = scratch + fact(shape, "scratch_keys")
@@ -166,7 +167,7 @@ def weigh_values(shape, rows, count, ahead, scratch, o):
             r += 1
 
 
-@kernel
+@inlined
 def any_non_finite(shape, count, scratch):
     total = 0.0
     for j in range(count):
@@ -174,7 +175,7 @@ def any_non_finite(shape, count, scratch):
     return total != 0.0  # NaN
 
 
-@kernel
+@inlined
 def weigh_seen_values(shape, rows, count, scratch, o):
     """The same, one visible (row, key) at a time: 0 * NaN of an invisible key must not reach a row."""
     for r in range(rows):
@@ -185,7 +186,7 @@ def weigh_seen_values(shape, rows, count, scratch, o):
                 weigh(shape, 1, o + r * fact(shape, "o_row_bytes"), s + j * fact(shape, "score_bytes"), v, v, 0, 1)
 
 
-@kernel
+@inlined
 def attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead, scratch, ml, o):
     """One tile of keys [first, first + count) for all rows of a block."""
     keys, differ = scratch + fact(shape, "scratch_keys"), False
@@ -218,7 +219,7 @@ def attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead,
         weigh_values(shape, rows, count, ahead, scratch, o)
 
 
-@kernel
+@inlined
 def split_unit(shape, args, unit, scratch):
     """Stage 1 for one unit: the partial state of a row block over one split."""
     kv_heads = argument(args, "kv_heads")
@@ -253,7 +254,7 @@ def split_unit(shape, args, unit, scratch):
         first += count
 
 
-@kernel
+@inlined
 def run_splits(shape, args):
     """Stage 1 on one thread: units until none is left."""
     counters = argument(args, "counters")
@@ -265,7 +266,7 @@ def run_splits(shape, args):
         unit = fetch_add(counters + 8, 1)
 
 
-@kernel
+@inlined
 def merge_splits(shape, args, seq, head, row, o):
     """Merge one row's splits in order (2.4.2): o becomes the numerator. Returns m (log2) and l."""
     all_rows = argument(args, "group_size") * sequence_field(seq, "q_len")
@@ -285,7 +286,7 @@ def merge_splits(shape, args, seq, head, row, o):
     return m, l
 
 
-@kernel
+@inlined
 def normaliser(args, q_head, m, l):
     """1 over the denominator of o, in which a sink joins; 0 for an empty row."""
     if l == 0.0:
@@ -298,7 +299,7 @@ def normaliser(args, q_head, m, l):
     return weight / (l * weight + 2.0 ** (sink - top))
 
 
-@kernel
+@inlined
 def write_output(shape, args, seq, i, q_head, o, factor, scratch):
     out = argument(args, "out") + sequence_field(seq, "out_base")
     out += q_head * argument(args, "out_stride_h") + i * argument(args, "out_stride_s")
@@ -314,7 +315,7 @@ def write_output(shape, args, seq, i, q_head, o, factor, scratch):
         copy_row(element, out, argument(args, "out_stride_d"), row, element, fact(shape, "head_dim_v"))
 
 
-@kernel
+@inlined
 def merge_row(shape, args, number, scratch):
     """Stage 2 for one output row."""
     seq = find_sequence(args, ROW_BASE, number)
@@ -333,7 +334,7 @@ def merge_row(shape, args, number, scratch):
         store_score(shape, argument(args, "state_l") + at, 0, l)
 
 
-@kernel
+@inlined
 def run_merge(shape, args):
     """Stage 2 on one thread: rows until none is left."""
     counters = argument(args, "counters")

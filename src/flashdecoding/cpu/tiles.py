@@ -12,6 +12,8 @@ from flashdecoding.cpu.rows import fill_rows, load, pack_row, store
 from flashdecoding.cpu.shape import TILE, fact
 
 kernel = njit(nogil=True, error_model="numpy", boundscheck=False)
+# For functions with one caller, or one line: each level of calls is optimised once more, which doubles compile time.
+inlined = njit(inline="always", nogil=True, error_model="numpy", boundscheck=False)
 
 ROW_BYTES = 8 * len(Sequence._fields)
 UNIT_BASE = Sequence._fields.index("unit_base")
@@ -32,7 +34,7 @@ def find_sequence(args, column, value):
     return base + low * ROW_BYTES
 
 
-@kernel
+@inlined
 def sequence_index(args, seq):
     return (seq - argument(args, "sequences")) // ROW_BYTES
 
@@ -120,19 +122,19 @@ def fill_addresses(args, seq, base, stride_b, stride_s, first, count, table):
         fill_rows(table, base + sequence_index(args, seq) * stride_b + first * stride_s, stride_s, count)
 
 
-@kernel
+@inlined
 def fill_k(args, seq, head, first, count, table):
     base = argument(args, "k") + head * argument(args, "k_stride_h")
     fill_addresses(args, seq, base, argument(args, "k_stride_b"), argument(args, "k_stride_s"), first, count, table)
 
 
-@kernel
+@inlined
 def fill_v(args, seq, head, first, count, table):
     base = argument(args, "v") + head * argument(args, "v_stride_h")
     fill_addresses(args, seq, base, argument(args, "v_stride_b"), argument(args, "v_stride_s"), first, count, table)
 
 
-@kernel
+@inlined
 def masked_in(args, seq, head, i, key):
     """The boolean mask's word on one key for query i of a q head."""
     column = key
@@ -171,7 +173,7 @@ def visible_keys(shape, args, seq, head, first_row, rows, first, count, k, scrat
     return kept, differ
 
 
-@kernel
+@inlined
 def rows_agree(shape, rows, first, count, scratch):
     """Whether every row sees every key of the tile, as far as intervals go."""
     for r in range(rows):
