@@ -49,8 +49,8 @@ def test_bytes_and_operations_are_counted_by_hand() -> None:
     row = Row.parse("2x8/2x16x100", "bf16")
     assert row.nbytes == 2 * (2 * 2 * 100 * 16) * 2  # K and V, elements, 2 bytes each
     assert row.flops == 2 * (2 * 8 * 100 * 16) * 2  # Q K^T and P V, multiply-adds, 2 operations each
-    assert row.partial_bytes == 2 * 8 * (16 + 2) * 4  # one split a sequence: o, m and l of 8 heads
-    assert Row.parse("1x1/1x16x1025", "fp32").partial_bytes == 3 * (16 + 2) * 4
+    assert row.partial_bytes == 2 * 8 * (16 * 4 + 2 * 8)  # one split a sequence: o, m and l of 8 heads
+    assert Row.parse("1x1/1x16x1025", "fp32").partial_bytes == 3 * (16 * 8 + 2 * 8)
 
 
 @pytest.mark.parametrize("shape", ["", "1x8x64x1K", "1x8/8x64", "0x8/8x64x1K", "1x8/3x64x1K", "1x8/8x64x1M"])

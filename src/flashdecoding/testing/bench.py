@@ -81,7 +81,7 @@ class Row:
 
     @property
     def partial_bytes(self) -> int:
-        """The partial states (m, l, o) of all splits, in float32."""
+        """The partial states of all splits: m and l in float64, o in the type it is summed in."""
         plan = plan_decode(
             [self.kv_len] * self.batch,
             q_heads=self.q_heads,
@@ -89,7 +89,8 @@ class Row:
             head_dim=self.head_dim,
             dtype=DTYPES[self.dtype],
         )
-        return plan.num_splits * self.q_heads * (self.head_dim + 2) * 4
+        sums = 8 if self.dtype in ("fp32", "fp64") else 4
+        return plan.num_splits * self.q_heads * (self.head_dim * sums + 2 * 8)
 
 
 def _rows(shape: str, *dtypes: str) -> tuple[Row, ...]:
