@@ -5,6 +5,8 @@ Formulas: `docs/algorithm.md`. What every backend promises: `tests/test_contract
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from flashdecoding import ops
@@ -92,10 +94,10 @@ def decode_attention(
     caller = "decode_attention"
     refuse_quantised(caller, k_scale, v_scale, k_zero, v_zero)
     refuse_grad(caller, (q, k, v, sinks, alibi_slopes))
-    if torch.compiler.is_compiling():
+    if ops.traced(q, k, v):
         if plan is not None:
             check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, window)
-            seqlens = plan.seqlens if seqlens is None else seqlens
+            seqlens = _planned_lengths(caller, plan, seqlens)
         result = ops.traced_decode(
             q, k, v, out, seqlens=seqlens, page_table=page_table, kv_begin=kv_begin, cu_q_lens=cu_q_lens,
             max_q_len=max_q_len, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
@@ -107,6 +109,7 @@ def decode_attention(
         max_q_len=max_q_len, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
         alibi_slopes=alibi_slopes, mask=mask, plan=plan,
     )  # fmt: skip
+    given = out is not None
     if out is None:
         out = ops.empty_output(q, call.checked.head_dim_v)
     else:
@@ -114,6 +117,8 @@ def decode_attention(
     from flashdecoding.cpu.launch import decode
 
     lse = decode(call, _cut(call, plan), out, return_lse)
+    if given:
+        torch.autograd.graph.increment_version(out)
     return out if lse is None else (out, lse)
 
 
@@ -175,10 +180,11 @@ def partial_attention(
     caller = "partial_attention"
     refuse_quantised(caller, k_scale, v_scale, k_zero, v_zero)
     refuse_grad(caller, (q, k, v, alibi_slopes))
-    if torch.compiler.is_compiling():
+    if ops.traced(q, k, v):
         if plan is not None:
-            check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, None if q_start is not None else window)
-            seqlens = plan.seqlens if seqlens is None else seqlens
+            positioned = q_start is not None or not (isinstance(kv_start, int) and kv_start == 0)
+            check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, None if positioned else window)
+            seqlens = _planned_lengths(caller, plan, seqlens)
         m, l, o = ops.traced_partial(
             q, k, v, seqlens=seqlens, page_table=page_table, kv_begin=kv_begin, cu_q_lens=cu_q_lens,
             max_q_len=max_q_len, scale=scale, causal=causal, window=window, softcap=softcap,
@@ -197,13 +203,22 @@ def partial_attention(
     return partial_state(call, _cut(call, plan))
 
 
+def _planned_lengths(caller: str, plan: SplitPlan, seqlens: Lengths | None) -> torch.Tensor:
+    """The plan's lengths; a traced call cannot compare others with them."""
+    if seqlens is not None and seqlens is not plan.seqlens:
+        raise ValueError(f"{caller}: in a traced call, give either plan or seqlens")
+    return plan.seqlens
+
+
 def _cut(call: Call, plan: SplitPlan | None) -> Cut:
     """The plan's splits, or those of this call alone."""
     if plan is not None:
         return plan.cut
     checked = call.checked
     window = None if call.positioned else checked.window
-    return cut_batch(call.seqlens, checked.q_len, window, checked.kv_heads, CPU_MODEL)
+    offsets = call.q_offsets
+    q_lens = None if offsets is None else [end - begin for begin, end in itertools.pairwise(offsets)]
+    return cut_batch(call.seqlens, q_lens or [checked.q_len] * checked.batch, window, checked.kv_heads, CPU_MODEL)
 
 
 ops.bind(decode_attention, partial_attention)

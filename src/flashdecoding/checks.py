@@ -10,9 +10,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
-from flashdecoding.refusal import Refusal, in_range
+from flashdecoding.refusal import LARGEST, Refusal, in_range
 from flashdecoding.signature import Checked, Facts, Signature, check_signature
 
 if TYPE_CHECKING:
@@ -71,11 +72,14 @@ def check_call(
     kv_stride: int | None = None,
 ) -> Call:
     """Check everything the host can know. Raises one ValueError that names every reason."""
+    if plan is not None and not hasattr(plan, "problem"):
+        raise ValueError(f"{caller}: plan must be a SplitPlan (from plan_decode), got {type(plan).__name__}")
     of, given = Facts.of, Facts.of_given
     signature = Signature(
         caller, of(q), of(k), of(v), given(page_table), given(cu_q_lens), max_q_len, scale, causal, window, softcap,
         given(sinks), given(alibi_slopes), given(mask),
         seqlens is not None or plan is not None, q_start is not None, kv_block, kv_stride,
+        (type(max_q_len), type(scale), type(causal), type(window), type(softcap), type(kv_block), type(kv_stride)),
     )  # fmt: skip
     try:
         checked = check_signature(signature)
@@ -121,15 +125,20 @@ def read_lengths(refusal: Refusal, lengths: Lengths, batch: int, most: int | Non
             return []
         numbers: list[Any] = lengths.tolist() if lengths.dim() else [lengths.item()] * batch
     else:
-        numbers = list(lengths) if isinstance(lengths, Iterable) else [lengths] * batch
+        listed = isinstance(lengths, Iterable) and not isinstance(lengths, (str, bytes, set, frozenset, dict))
+        if isinstance(lengths, np.ndarray):
+            numbers = np.atleast_1d(lengths).tolist() if lengths.ndim else [lengths.item()] * batch
+        else:
+            numbers = list(lengths) if listed else [lengths] * batch  # type: ignore[arg-type]
     if len(numbers) != batch:
         refusal.unless(False, f"{name} must hold {batch} numbers, one a sequence, got {len(numbers)}")
     if not all(in_range(n, most) for n in numbers):
         bad = [(b, n) for b, n in enumerate(numbers) if not in_range(n, most)]
         shown = ", ".join(f"{name}[{b}] = {n!r}" for b, n in bad[:8]) + (", ..." if len(bad) > 8 else "")
-        limit = ">= 0" if most is None else f"in [0, {most}]"
+        limit = f"in [0, {LARGEST if most is None else most}]"
         refusal.unless(False, f"{name} must be whole numbers {limit}, got {shown}")
-    return numbers
+        return numbers
+    return numbers if all(type(n) is int for n in numbers) else [int(n) for n in numbers]
 
 
 def refuse_quantised(caller: str, k_scale: Any, v_scale: Any, k_zero: Any, v_zero: Any) -> None:
@@ -164,6 +173,8 @@ def check_out(call: Call, out: torch.Tensor) -> None:
         refusal.unless(out.dtype == call.q.dtype, f"out must have q's dtype {call.q.dtype}, got {out.dtype}")
         refusal.unless(out.device == call.q.device, f"out must be on q's device {call.q.device}, got {out.device}")
         refusal.unless(not _overlaps(facts), f"out's elements must not share memory, got strides {tuple(out.stride())}")
+        wanted = torch.is_grad_enabled() and out.requires_grad
+        refusal.unless(not wanted, "out requires grad, and no gradients are computed; call it under torch.no_grad()")
     refusal.raise_if_any()
 
 
@@ -199,7 +210,7 @@ def _read_seqlens(refusal: Refusal, checked: Checked, seqlens: Lengths | None, p
         planned = plan.lengths
         if max(planned, default=0) > capacity:
             read_lengths(refusal, planned, batch, capacity, "plan.seqlens")
-        if seqlens is not None and seqlens is not plan.seqlens:
+        if seqlens is not None:
             given = read_lengths(refusal, seqlens, batch, capacity, "seqlens")
             same = given == planned
             refusal.unless(same, f"seqlens {given} differ from the plan's {planned}; call plan.update(seqlens)")

@@ -87,11 +87,22 @@ def bind(decode: Callable[..., Any], partial: Callable[..., Any]) -> None:
         torch.library.register_fake(f"flashdecoding::{name}", fake, lib=_library)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def traced(*tensors: Any) -> bool:
+    """Whether a call is being recorded, or has tensors that only the dispatcher understands."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return any(type(t) not in _PLAIN and isinstance(t, torch.Tensor) for t in tensors)
+
+
 def _numbers(value: Any, batch: int) -> torch.Tensor | None:
     """Host lengths as a tensor that can be traced."""
     if value is None or isinstance(value, torch.Tensor):
         return value
-    return torch.tensor([value] * batch if isinstance(value, int) else list(value), dtype=torch.int64)
+    numbers = [value] * batch if isinstance(value, int) else list(value)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def traced_decode(

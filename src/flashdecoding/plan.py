@@ -61,13 +61,14 @@ class Cut(NamedTuple):
     split_offsets: list[int]
 
 
-def cut_batch(lengths: Sequence[int], q_len: int, window: int | None, kv_heads: int, device: DeviceModel) -> Cut:
+def cut_batch(
+    lengths: Sequence[int], q_lens: Sequence[int], window: int | None, kv_heads: int, device: DeviceModel
+) -> Cut:
     """Cut every sequence's keys in reach of its last ``q_len`` positions; the whole rule."""
-    reach = None if window is None else q_len + window - 1
     cut = Cut([], [], [0])
     total = 0
-    for length in lengths:
-        first = 0 if reach is None else max(0, length - reach)
+    for length, q_len in zip(lengths, q_lens, strict=True):
+        first = 0 if window is None else max(0, length - (q_len + window - 1))
         keys = device.split_keys(length - first, kv_heads)
         total += -(-(length - first) // keys)
         cut.first.append(first)
@@ -125,9 +126,15 @@ class SplitPlan:
         """:meth:`update` for lengths that are checked already."""
         batch = self.problem.batch
         self.lengths = list(lengths)
-        self.cut = cut_batch(lengths, self.problem.q_len, self.problem.window, self.problem.kv_heads, self.device)
+        self.cut = cut_batch(
+            lengths, [self.problem.q_len] * batch, self.problem.window, self.problem.kv_heads, self.device
+        )
         self._table[0, :batch], self._table[1, :batch] = lengths, self.cut.first
         self._table[2, :batch], self._table[3] = self.cut.split_keys, self.cut.split_offsets
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and pickles have arrays of their own."""
+        return _rebuild, (self.problem, self.device, self.max_seqlen, self.batch_invariant, self.lengths)
 
     @property
     def num_splits(self) -> int:
@@ -204,6 +211,14 @@ def plan_decode(
     lengths = host_lengths(seqlens, batch, LONGEST if max_seqlen is None else max_seqlen, "plan_decode")
     problem = DecodeProblem(batch, q_heads, kv_heads, head_dim, dim_v, dtype, q_len, window)
     plan = SplitPlan(problem, CPU_MODEL, max_seqlen=max_seqlen, batch_invariant=batch_invariant)
+    plan.rewrite(lengths)
+    return plan
+
+
+def _rebuild(
+    problem: DecodeProblem, device: DeviceModel, max_seqlen: int, batch_invariant: bool, lengths: list[int]
+) -> SplitPlan:
+    plan = SplitPlan(problem, device, max_seqlen=max_seqlen, batch_invariant=batch_invariant)
     plan.rewrite(lengths)
     return plan
 

@@ -29,15 +29,24 @@ class Refusal:
             raise error(f"{self.caller}:{count}{listed}" + (f"\n  given: {given}" if given else ""))
 
 
+LARGEST = 2**62  # of positions and lengths: their sums stay within 64 bits
+
+
 def in_range(n: object, most: int | None) -> bool:
+    """Whether n is a whole number in [0, most]."""
     if type(n) is not int and (not isinstance(n, (int, np.integer)) or isinstance(n, bool)):
         return False
-    n = int(n)
-    return n >= 0 and (most is None or n <= most)
+    return 0 <= int(n) <= (LARGEST if most is None else most)
 
 
 def is_finite(x: object) -> bool:
-    return isinstance(x, (int, float, np.number)) and not isinstance(x, bool) and math.isfinite(x)
+    """Whether x is a real number that a float can hold."""
+    if not isinstance(x, (int, float, np.integer, np.floating)) or isinstance(x, bool):
+        return False
+    try:
+        return math.isfinite(x)
+    except OverflowError:
+        return False
 
 
 def is_positive(x: object) -> bool:

@@ -25,10 +25,13 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> Facts:
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            return cls(value.shape, value.stride(), value.dtype, value.device)
-        layout = f" of layout {value.layout}" if isinstance(value, torch.Tensor) else ""
-        return cls(None, None, None, None, type(value).__name__ + layout)
+        if not isinstance(value, torch.Tensor):
+            return cls(None, None, None, None, type(value).__name__)
+        if value.layout != torch.strided or value.is_nested:
+            return cls(None, None, None, None, f"{type(value).__name__} of layout {value.layout}")
+        if value.is_neg():  # a view that stands for its negative, such as complex.conj().imag
+            return cls(None, None, None, None, f"{type(value).__name__} with its sign bit pending (see resolve_neg)")
+        return cls(value.shape, value.stride(), value.dtype, value.device)
 
     @classmethod
     def of_given(cls, value: Any) -> Facts | None:
@@ -59,6 +62,7 @@ class Signature(NamedTuple):
     has_q_start: bool
     kv_block: int | None
     kv_stride: int | None
+    types: tuple[type, ...]  # of the numbers: 1, 1.0 and True are equal, but not all of them are right
 
     def __str__(self) -> str:
         return f"q {self.q}, k {self.k}, v {self.v}"
@@ -105,7 +109,7 @@ def check_signature(signature: Signature) -> Checked:
     refusal.raise_if_any(str(s))
 
     batch = s.q.shape[0] if s.cu_q_lens is None else s.cu_q_lens.shape[0] - 1
-    q_len = s.q.shape[2] if s.max_q_len is None else s.max_q_len
+    q_len = s.q.shape[2] if s.max_q_len is None else int(s.max_q_len)
     page_size = 0 if s.page_table is None else s.k.shape[2]
     capacity = s.k.shape[2] if s.page_table is None else s.page_table.shape[1] * page_size
     if s.page_table is None:
@@ -123,10 +127,12 @@ def check_signature(signature: Signature) -> Checked:
         signature=s, batch=batch, q_heads=q_heads, kv_heads=s.k.shape[1], head_dim=s.q.shape[3],
         head_dim_v=s.v.shape[3], dtype=s.q.dtype, q_len=q_len, ragged=s.cu_q_lens is not None,
         capacity=capacity, page_size=page_size, pages=0 if s.page_table is None else s.k.shape[0],
-        scale=1.0 / math.sqrt(s.q.shape[3]) if s.scale is None else float(s.scale), causal=s.causal, window=s.window,
+        scale=1.0 / math.sqrt(s.q.shape[3]) if s.scale is None else float(s.scale), causal=s.causal,
+        window=None if s.window is None else int(s.window),
         softcap=None if s.softcap is None else float(s.softcap),
         mask_is_tree=s.mask is not None and len(s.mask.shape) == 3,
-        kv_block=s.kv_block, kv_stride=s.kv_stride,
+        kv_block=None if s.kv_block is None else int(s.kv_block),
+        kv_stride=None if s.kv_stride is None else int(s.kv_stride),
         problem=(batch, q_heads, s.k.shape[1], s.q.shape[3], s.v.shape[3], s.q.dtype, q_len, s.window),
     )  # fmt: skip
 

@@ -115,7 +115,8 @@ class AttentionState:
                 raise ValueError(f"sinks must be (q_heads,) = ({heads},), got {tuple(sinks.shape)}")
             m = sinks.to(self.m).view(1, heads, 1, 1).expand_as(self.m)
             sink = AttentionState(m, torch.ones_like(m), torch.zeros_like(self.o))
-            out = torch.where(self.l == 0, self.o, self.merge(sink).o)
+            merged = torch.where(m == torch.inf, 0 * self.o, self.merge(sink).o)  # an infinite sink takes all weight
+            out = torch.where(self.l == 0, self.o, merged)
         return out if dtype is None else out.to(dtype)
 
 

@@ -51,7 +51,7 @@ class Layout(NamedTuple):
     group_size: int
     factor: float  # multiplies q: scale, times log2(e) unless a soft cap follows
     inverse_softcap: float  # 0: none
-    softcap: float  # times log2(e)
+    softcap: float
     q_stride_h: int
     q_stride_s: int
     q_stride_d: int

@@ -19,7 +19,7 @@ NOTICE_AFTER = 0.7  # seconds: a load from the disk cache takes less, a compilat
 
 @functools.cache
 def workers(shape: KernelShape) -> tuple[Worker, Worker]:
-    """Stage 1 and stage 2 for a shape class: functions of a pointer to :class:`~flashdecoding.cpu.arguments.Arguments`.
+    """Stage 1 and stage 2 for a shape class: functions of a pointer to a record of `arguments.py`.
 
     Raises:
         NotImplementedError: float16 on an x86 CPU without F16C (all since 2013 have it).
@@ -45,12 +45,16 @@ def workers(shape: KernelShape) -> tuple[Worker, Worker]:
 
 
 def _compile(function: Any) -> Worker:
-    signature = types.void(types.int64)
+    def compiler(cache: bool) -> Any:
+        return cfunc(types.void(types.int64), cache=cache, error_model="numpy")
+
     try:
-        compiled = cfunc(signature, cache=True)(function)
-    except (RuntimeError, OSError):  # no folder that Numba may write its cache to
-        compiled = cfunc(signature)(function)
-    worker = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(compiled.address or 0)
+        compiled = compiler(cache=True)(function)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        compiled = compiler(cache=False)(function)  # no folder that Numba may write its cache to
+    worker = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(compiled.address)
     worker.code = compiled  # type: ignore[attr-defined]  # owns the machine code
     return worker
 

@@ -294,6 +294,8 @@ def normaliser(args, q_head, m, l):
     if not argument(args, "sinks"):
         return 1.0 / l
     sink = load("float64", argument(args, "sinks"), q_head) * LOG2_E
+    if sink == math.inf:
+        return 0.0
     top = max(m, sink)
     weight = 2.0 ** (m - top)
     return weight / (l * weight + 2.0 ** (sink - top))

@@ -95,8 +95,8 @@ def run(call: Call, cut: Cut, results: Results) -> None:
     if call.page_table is not None:
         _check_pages(call, call.page_table, table)
     threads = _threads(call, launch, units)
-    part_bytes = parts * (launch.part_o_bytes + 16)
-    memory = torch.empty(part_bytes + threads * launch.scratch_stride + 64, dtype=torch.uint8)
+    part_bytes = -(-parts * (launch.part_o_bytes + 16) // 64) * 64
+    memory = torch.empty(part_bytes + threads * launch.scratch_stride + 64, dtype=torch.uint8, device="cpu")
     base = (memory.data_ptr() + 63) // 64 * 64
     counters = (ctypes.c_int64 * 4)()
     alibi = (
@@ -107,8 +107,8 @@ def run(call: Call, cut: Cut, results: Results) -> None:
     sinks = None if call.sinks is None else _as_float64(call.sinks, (call.checked.q_heads,))
     arguments = launch.layout + Run(
         ctypes.addressof(counters), base + part_bytes, table.buffer_info()[0], units, rows,
-        base, base + parts * launch.part_o_bytes, call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(),
-        _address(call.page_table), _address(alibi), _address(sinks), _address(call.mask), results.out.data_ptr(),
+        base, base + parts * launch.part_o_bytes, _address(call.q), _address(call.k), _address(call.v),
+        _address(call.page_table), _address(alibi), _address(sinks), _address(call.mask), _address(results.out),
         _address(results.lse), _address(results.m), _address(results.l),
     ).pack()  # fmt: skip
     run_parallel(launch.split_worker, arguments, threads)
@@ -133,7 +133,7 @@ def prepare(checked: Checked, out_stride: tuple[int, ...], is_state: bool) -> La
     layout = Layout(
         scratch_stride=scratch_stride, batch=c.batch, kv_heads=c.kv_heads, group_size=c.q_heads // c.kv_heads,
         factor=c.scale if c.softcap else c.scale * LOG2_E,
-        inverse_softcap=1.0 / c.softcap if c.softcap else 0.0, softcap=c.softcap * LOG2_E if c.softcap else 0.0,
+        inverse_softcap=1.0 / c.softcap if c.softcap else 0.0, softcap=c.softcap or 0.0,
         q_stride_h=q[1], q_stride_s=q[2], q_stride_d=q[3],
         k_stride_b=k[0], k_stride_h=k[1], k_stride_s=k[2], k_stride_d=k[3],
         v_stride_b=v[0], v_stride_h=v[1], v_stride_s=v[2], v_stride_d=v[3],
@@ -190,7 +190,13 @@ def _as_float64(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    """0 for None. A tensor of some other kind may have no memory to point to: fake, functional, or freed."""
+    if tensor is None:
+        return 0
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory (a fake tensor, or freed storage)")
+    return address
 
 
 def _strides(facts: Facts, element: int) -> list[int]:
@@ -219,13 +225,15 @@ def _check_pages(call: Call, page_table: torch.Tensor, table: array.array[int]) 
     field = dict(zip(Sequence._fields, columns, strict=True))
     size, pages = call.checked.page_size, page_table.numpy()
     begin = np.maximum(field["first"], field["kv_begin"]) // size
-    end = -(-field["kv_end"] // size)
-    slots = np.arange(pages.shape[1])
+    end = np.where(field["q_len"] > 0, -(-field["kv_end"] // size), 0)
+    low, high = int(begin.min()), int(end.max())  # tables are often much wider than any sequence
+    slots, pages = np.arange(low, high), pages[:, low:high]
     listed = (slots >= begin[:, None]) & (slots < end[:, None])
     wrong = listed & ((pages < 0) | (pages >= call.checked.pages))
     if not wrong.any():
         return
-    places = [tuple(map(int, at)) for at in itertools.islice(np.argwhere(wrong), 8)]
+    places = [(int(b), int(p) + low) for b, p in itertools.islice(np.argwhere(wrong), 8)]
+    pages = page_table.numpy()
     shown = ", ".join(f"page_table[{b}, {p}] = {pages[b, p]}" for b, p in places)
     refusal = Refusal(call.checked.signature.caller)
     refusal.unless(False, f"page ids must be in [0, {call.checked.pages}), got {shown}")

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 from flashdecoding.cpu.vector import FLOATS, I64, Emitter, Value, address, counted_loop, vector_intrinsic
 
 ADDRESSES = 8  # row addresses written at a time
+EXPM1_DEGREE = 15  # of the series of exp(y) - 1 up to 1/2: the rest is below a unit in the last place of float64
 SCALARS = {
     "uint8": types.uint8,
     "int32": types.int32,
@@ -178,20 +179,29 @@ def row_exponentials(typing_context, shape, s, count, base):
 
 @intrinsic(prefer_literal=True)
 def row_softcap(typing_context, shape, s, count, inverse_cap, cap):
-    """s[0:count] = cap * tanh(s * inverse_cap), in float64, since 1 - 2 / (exp(2x) + 1) loses small x."""
+    """s[0:count] = cap * tanh(s * inverse_cap) * log2(e), in float64.
+
+    tanh(x) = t / (t + 2) with t = exp(2x) - 1, which for 2x <= 1/2 is summed as a series: the difference would lose a
+    small x.
+    """
 
     def emit(e: Emitter, s: Value, count: Value, inverse_cap: Value, cap: Value) -> None:
         wide = ir.VectorType(FLOATS["float64"], e.lanes)
-        flat, one, two = 20.0, e.constant(wide, 1.0), e.constant(wide, 2.0)  # tanh(20) rounds to 1
+        one, two, log2_e = (e.constant(wide, x) for x in (1.0, 2.0, 1.0 / math.log(2)))
+        small, flat = e.constant(wide, 0.5), e.constant(wide, 40.0)  # tanh(20) rounds to 1
 
         def body(at: Value, vs: list[Value]) -> list[Value]:
             x = e.b.fmul(e.convert(e.load(at, e.score), wide), e.splat(inverse_cap))
-            for order, limit in ((">", flat), ("<", -flat)):
-                edge = e.constant(wide, limit)
-                x = e.b.select(e.b.fcmp_ordered(order, x, edge), edge, x)
-            power = e.exp2(e.b.fmul(x, e.constant(wide, 2.0 / math.log(2))))
-            tanh = e.b.fsub(one, e.b.fdiv(two, e.b.fadd(power, one)))
-            e.store(e.convert(e.b.fmul(tanh, e.splat(cap)), e.score), at)
+            y = e.b.fmul(e.call("fabs", [x]), two)
+            y = e.b.select(e.b.fcmp_ordered(">", y, flat), flat, y)
+            series = e.constant(wide, 1.0 / math.factorial(EXPM1_DEGREE))
+            for k in range(EXPM1_DEGREE - 1, 0, -1):
+                series = e.fma(series, y, e.constant(wide, 1.0 / math.factorial(k)))
+            large = e.b.fsub(e.exp2(e.b.fmul(y, log2_e)), one)
+            t = e.b.select(e.b.fcmp_ordered("<", y, small), e.b.fmul(series, y), large)
+            tanh = e.call("copysign", [e.b.fdiv(t, e.b.fadd(t, two)), x])
+            capped = e.b.fmul(e.b.fmul(tanh, e.splat(cap)), log2_e)
+            e.store(e.convert(capped, e.score), at)
             return []
 
         _each_vector(e, s, count, body, [])

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -46,8 +46,23 @@ def openmp() -> Callable[[Worker, bytes, int, int], None] | None:
 
 
 @functools.cache
-def python_threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="flashdecoding")
+def python_threads() -> ThreadPoolExecutor:
+    """One pool for all calls; its threads begin as work comes."""
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="flashdecoding")
+
+
+def _wait(helpers: list[Future[None]]) -> None:
+    """Wait until all are done, also through interrupts; the first is raised afterwards."""
+    interrupt: BaseException | None = None
+    while not all(helper.done() for helper in helpers):
+        try:
+            wait(helpers)
+        except BaseException as error:
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt
+    for helper in helpers:
+        helper.result()
 
 
 def run_parallel(worker: Worker, argument: bytes, threads: int) -> None:
@@ -59,8 +74,12 @@ def run_parallel(worker: Worker, argument: bytes, threads: int) -> None:
     if start is not None:
         start(worker, argument, threads, 0)
         return
-    helpers = [python_threads(threads - 1).submit(worker, argument) for _ in range(threads - 1)]
-    worker(argument)
-    for helper in helpers:
-        if not helper.cancel():  # one that has not begun has nothing left to do
-            helper.result()
+    helpers: list[Future[None]] = []
+    try:
+        for _ in range(threads - 1):
+            helpers.append(python_threads().submit(worker, argument))
+        worker(argument)
+    finally:  # whatever interrupts this thread: the helpers use memory that lives as long as this call
+        for helper in helpers:
+            helper.cancel()  # one that has not begun has nothing left to do
+        _wait([helper for helper in helpers if not helper.cancelled()])
