@@ -100,9 +100,9 @@ def reference_bounds(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> tuple[Te
     """What the contract's error bound is made of, both float64: `(weight_abs_v, score_bound)`.
 
     `weight_abs_v` has the shape of the output and is P|V|, with P the exact weights (sinks in their denominator).
-    `score_bound` has the shape of the lse and is A = |scale| * max over visible j of sum_d |q_d k_jd|, 0 where no key
-    is visible. Either may be NaN or infinite where a visible value is. `kwargs` are those of `reference_attention`;
-    `out` is not written, and `return_lse` does not matter.
+    `score_bound` has the shape of the lse and is A = |scale| * max over visible j of sum_d |q_d k_jd|, over finite sums;
+    0 where there are none. P|V| may be NaN or infinite where a visible value is. `kwargs` are those of
+    `reference_attention`; `out` is not written, and `return_lse` does not matter.
     """
     problem = _Problem(q, k, v, **{name: kwargs[name] for name in kwargs.keys() - {"out", "return_lse"}})
     weight_abs_v = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.float64)
@@ -315,9 +315,9 @@ class _Rows:
         return torch.where(reached, torch.nan, _per_group(weights, torch.where(finite, v, 0.0)))
 
     def score_bound(self) -> Tensor:
-        """|scale| * max over visible j of sum_d |q_d k_jd|, (Hq, Sq), 0 where nothing is visible."""
+        """|scale| * max over visible j of sum_d |q_d k_jd|, (Hq, Sq), over finite sums; 0 where there are none."""
         products = abs(self.scale) * _per_group(self.q.abs(), self.k.abs().transpose(1, 2))
-        return _max(torch.where(self.visible, products, 0.0), 0.0).squeeze(-1)
+        return _max(torch.where(self.visible & products.isfinite(), products, 0.0), 0.0).squeeze(-1)
 
 
 def _per_group(rows: Tensor, per_kv_head: Tensor) -> Tensor:

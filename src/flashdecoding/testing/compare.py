@@ -39,7 +39,7 @@ def expect(problem: Problem) -> Expected:
     unit = info.eps / 2
     accumulation = 2.0**-53 if problem.q.dtype == torch.float64 else 2.0**-24
     out_bound = (2.5 * unit + 4 * accumulation * score_bound[..., None]) * weight_abs_v
-    out_bound = out_bound + torch.where(out.abs() < info.smallest_normal, info.smallest_normal * unit, 0.0)
+    out_bound = out_bound + (out.abs() < info.smallest_normal).double() * (info.smallest_normal * unit)
     lse_bound = 4 * accumulation * torch.maximum(score_bound, lse.abs()).clamp(min=1)
     return Expected(out, lse, out_bound, lse_bound)
 
@@ -81,6 +81,8 @@ def _assert_elements(label: str, actual: Tensor, wanted: Tensor, bound: Tensor) 
             f"{label}: {int(wrong.sum())} of {wrong.numel()} values are finite or not unlike the reference, "
             f"first at {index}: {actual[index].item()}, not {wanted[index].item()}"
         )
+    if not bound[finite].isfinite().all():
+        raise AssertionError(f"{label}: the bound is not finite where the reference is, and so bounds nothing")
     error = torch.where(finite, (actual - wanted).abs(), 0.0)
     excess = torch.where(finite, error - bound, -1.0)
     if (excess > 0).any():
