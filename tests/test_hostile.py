@@ -185,3 +185,14 @@ def test_infinite_sink_takes_all_weight() -> None:
     assert_within_bound(
         partial_attention(q, k, v).finalize(sinks=sinks), None, expect(Problem(q, k, v, {"sinks": sinks}))
     )
+
+
+@pytest.mark.parametrize("slope", [0.5, 4.0])
+def test_alibi_far_from_the_query(slope: float) -> None:
+    """What all keys of a piece share of the bias goes into m exactly, however far away they are."""
+    q, k, v = _tensors()
+    slopes = torch.full((8,), slope)
+    options = {"alibi_slopes": slopes, "q_start": 200_000}
+    state = partial_attention(q, k, v, **options)
+    wanted = expect(Problem(q, k, v, options))
+    assert_within_bound(state.finalize(), state.lse, wanted)

@@ -100,8 +100,8 @@ def reference_bounds(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> tuple[Te
     """What the contract's error bound is made of, both float64: `(weight_abs_v, score_bound)`.
 
     `weight_abs_v` has the shape of the output and is P|V|, with P the exact weights (sinks in their denominator).
-    `score_bound` has the shape of the lse and is A = |scale| * max over visible j of sum_d |q_d k_jd|, over finite sums;
-    0 where there are none. P|V| may be NaN or infinite where a visible value is. `kwargs` are those of
+    `score_bound` has the shape of the lse and is A = |scale| * max over visible j of sum_d |q_d k_jd|, over the sums
+    that are finite; 0 where there are none. P|V| may be NaN or infinite where a visible value is. `kwargs` are those of
     `reference_attention`; `out` is not written, and `return_lse` does not matter.
     """
     problem = _Problem(q, k, v, **{name: kwargs[name] for name in kwargs.keys() - {"out", "return_lse"}})

@@ -49,8 +49,9 @@ class Layout(NamedTuple):
     batch: int
     kv_heads: int
     group_size: int
-    factor: float  # multiplies q: scale, times log2(e) unless a soft cap follows
-    inverse_softcap: float  # 0: none
+    q_sign: float  # the scale's: with it in q, a larger q.k is a larger score
+    factor: float  # makes log2 units of q.k, or of what a soft cap made of it
+    inverse_softcap: float  # times |scale|; 0: no soft cap
     softcap: float
     q_stride_h: int
     q_stride_s: int

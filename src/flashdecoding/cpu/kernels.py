@@ -57,27 +57,60 @@ LN_2 = math.log(2.0)
 
 
 @kernel
-def adjust_scores(shape, args, seq, head, row, s, count, scratch, differ, r):
-    """Soft cap, ALiBi and visibility on one row of scores (log2 units after the cap)."""
+def row_slope(args, seq, head, row):
+    """ALiBi slope of a row, in log2 units."""
     group = argument(args, "group_size")
+    q_head = (sequence_index(args, seq) * argument(args, "kv_heads") + head) * group + row % group
+    return load("float64", argument(args, "alibi"), q_head) * LOG2_E
+
+
+@kernel
+def score_factor(args):
+    """What makes log2 units of the scores that reach the softmax step."""
+    return 1.0 if argument(args, "alibi") else argument(args, "factor")
+
+
+@kernel
+def adjust_scores(shape, args, seq, head, row, s, count, scratch, differ, r):
+    """Soft cap, ALiBi and visibility on one row of scores; either of the first two leaves log2 units."""
     if argument(args, "inverse_softcap") != 0.0:
         row_softcap(shape, s, count, argument(args, "inverse_softcap"), argument(args, "softcap"))
     if argument(args, "alibi"):
-        i, g = divmod(row, group)
-        slope = load(
-            "float64",
-            argument(args, "alibi"),
-            (sequence_index(args, seq) * argument(args, "kv_heads") + head) * group + g,
-        )
         origin = key_position(args, seq, load("int64", scratch + fact(shape, "scratch_keys"), 0))
-        query = float(sequence_field(seq, "q_start") + i - origin)
-        row_alibi(shape, s, count, scratch + fact(shape, "scratch_offset"), query, slope * LOG2_E)
+        query = float(sequence_field(seq, "q_start") + row // argument(args, "group_size") - origin)
+        anchor = load("float64", scratch + fact(shape, "scratch_anchor"), r)
+        offsets, slope = scratch + fact(shape, "scratch_offset"), row_slope(args, seq, head, row)
+        row_alibi(shape, s, count, argument(args, "factor"), offsets, query, anchor, slope)
     if differ:
         for j in range(count):
             if not load("uint8", scratch + fact(shape, "scratch_seen") + r * TILE, j):
                 store_score(shape, s, j, -math.inf)
     for j in range(count, (count + fact(shape, "lanes") - 1) // fact(shape, "lanes") * fact(shape, "lanes")):
         store_score(shape, s, j, -math.inf)
+
+
+@inlined
+def fill_anchors(shape, args, seq, first_row, rows, first, stop, scratch):
+    """Distance of each row from the last key of the split that it may see."""
+    for r in range(rows):
+        last = max(first, min(stop, load("int64", scratch + fact(shape, "scratch_high"), r)) - 1)
+        position = sequence_field(seq, "q_start") + (first_row + r) // argument(args, "group_size")
+        distance = abs(float(position - key_position(args, seq, last)))
+        store("float64", scratch + fact(shape, "scratch_anchor"), r, distance)
+
+
+@inlined
+def finish_maxima(shape, args, seq, head, first_row, rows, scratch, ml):
+    """m of the rows of a unit in log2 units, with the part of an ALiBi bias that all its keys share."""
+    factor = score_factor(args)
+    for r in range(rows):
+        m = load("float64", ml, 2 * r)
+        if m > -math.inf:
+            m *= factor
+            if argument(args, "alibi"):
+                anchor = load("float64", scratch + fact(shape, "scratch_anchor"), r)
+                m -= row_slope(args, seq, head, first_row + r) * anchor
+            store("float64", ml, 2 * r, m)
 
 
 @kernel
@@ -95,21 +128,21 @@ def fill_offsets(shape, args, seq, count, scratch):
     origin = key_position(args, seq, load("int64", keys, 0))
     for j in range(count):
         offset = float(key_position(args, seq, load("int64", keys, j)) - origin)
-        store_score(shape, scratch + fact(shape, "scratch_offset"), j, offset)
+        store("float64", scratch + fact(shape, "scratch_offset"), j, offset)
 
 
 @kernel
-def softmax_step(shape, s, count, ml, o):
+def softmax_step(shape, s, count, factor, ml, o):
     """One step of online softmax (2.4.1) on a row: scores become weights; m, l and o move to the new maximum."""
     m, top = load("float64", ml, 0), row_maximum(shape, s, count)
     if top > m:
-        factor = 2.0 ** (m - top)
-        scale_row(shape, o, factor)
+        shrink = 2.0 ** ((m - top) * factor)
+        scale_row(shape, o, shrink)
         store("float64", ml, 0, top)
-        store("float64", ml, 1, load("float64", ml, 1) * factor)
+        store("float64", ml, 1, load("float64", ml, 1) * shrink)
         m = top
     base = m if m > -math.inf else 0.0
-    store("float64", ml, 1, load("float64", ml, 1) + row_exponentials(shape, s, count, base))
+    store("float64", ml, 1, load("float64", ml, 1) + row_exponentials(shape, s, count, base, factor))
 
 
 @kernel
@@ -125,7 +158,7 @@ def score_keys(shape, rows, count, k, scratch):
     for block in range(0, padded, lanes):
         if square_rows:
             for j in range(lanes):
-                widen_row(shape, wide + j * q_bytes, load("int64", k, block + j))
+                widen_row(shape, wide + j * q_bytes, load("int64", k, block + j), 1.0)
             for r in range(0, square_rows, lanes):
                 to = s + r * s_bytes + block * fact(shape, "score_bytes")
                 square_dots(shape, to, columns + r * q_bytes, wide, v + 8 * block)
@@ -209,10 +242,11 @@ def attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead,
     score_keys(shape, rows, count, k, scratch)
     if argument(args, "alibi"):
         fill_offsets(shape, args, seq, count, scratch)
+    factor = score_factor(args)
     for r in range(rows):
         s = scratch + fact(shape, "scratch_s") + r * fact(shape, "s_row_bytes")
         adjust_scores(shape, args, seq, head, first_row + r, s, count, scratch, differ, r)
-        softmax_step(shape, s, count, ml + 16 * r, o + r * fact(shape, "o_row_bytes"))
+        softmax_step(shape, s, count, factor, ml + 16 * r, o + r * fact(shape, "o_row_bytes"))
     if differ and any_non_finite(shape, count, scratch):
         weigh_seen_values(shape, rows, count, scratch, o)
     else:
@@ -244,6 +278,8 @@ def split_unit(shape, args, unit, scratch):
     coming = min(TILE, stop - first)
     fill_k(args, seq, head, first, coming, ahead)
     prefetch_rows(shape, ahead, coming)
+    if argument(args, "alibi"):
+        fill_anchors(shape, args, seq, first_row, rows, first, stop, scratch)
     while first < stop:
         k, ahead, count = ahead, k, coming
         coming = min(TILE, stop - first - count)
@@ -252,6 +288,7 @@ def split_unit(shape, args, unit, scratch):
             store("int64", ahead, j, load("int64", k, 0))
         attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead, scratch, ml, o)
         first += count
+    finish_maxima(shape, args, seq, head, first_row, rows, scratch, ml)
 
 
 @inlined

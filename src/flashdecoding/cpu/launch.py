@@ -6,6 +6,7 @@ import array
 import ctypes
 import functools
 import itertools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -132,8 +133,9 @@ def prepare(checked: Checked, out_stride: tuple[int, ...], is_state: bool) -> La
     scratch_stride = shape.scratch_bytes(gathers=k[3] != element or v[3] != element)
     layout = Layout(
         scratch_stride=scratch_stride, batch=c.batch, kv_heads=c.kv_heads, group_size=c.q_heads // c.kv_heads,
-        factor=c.scale if c.softcap else c.scale * LOG2_E,
-        inverse_softcap=1.0 / c.softcap if c.softcap else 0.0, softcap=c.softcap or 0.0,
+        q_sign=math.copysign(1.0, c.scale) if c.scale else 0.0,
+        factor=1.0 if c.softcap or not c.scale else abs(c.scale) * LOG2_E,
+        inverse_softcap=(abs(c.scale) or 1.0) / c.softcap if c.softcap else 0.0, softcap=c.softcap or 0.0,
         q_stride_h=q[1], q_stride_s=q[2], q_stride_d=q[3],
         k_stride_b=k[0], k_stride_h=k[1], k_stride_s=k[2], k_stride_d=k[3],
         v_stride_b=v[0], v_stride_h=v[1], v_stride_s=v[2], v_stride_d=v[3],

@@ -22,6 +22,7 @@ from flashdecoding.cpu.vector import I64, Emitter, Value, address, vector_intrin
 
 KEYS = 4  # keys a block of scores; tiles are padded to a multiple with copies of their last row
 SQUARE_STEP = 4  # dimensions a loop turn of square_dots
+SQUARE_CHAIN = 16  # dimensions summed in one go
 
 assert TILE % KEYS == 0
 
@@ -89,15 +90,16 @@ def transpose_rows(typing_context, shape, columns, q):
 def square_dots(typing_context, shape, s, columns, wide, ahead):
     """s[r, j] = q[r] . k[j] for ``lanes`` queries, transposed as ``columns``, and as many widened keys.
 
-    With a lane for each query nothing is summed across lanes: 16 queries run at twice the speed of :func:`dots`. Each
-    chunk of products is summed by itself, since one long chain of additions would lose a bit for each doubling.
+    With a lane for each query nothing is summed across lanes: 16 queries run at twice the speed of :func:`dots`. Every
+    SQUARE_CHAIN products are summed by themselves: each addition of a chain may round at the size of the largest.
     Meanwhile the V rows whose addresses are in ``ahead``, one for each key, are brought towards the core.
     """
 
     def emit(e: Emitter, s: Value, columns: Value, wide: Value, ahead: Value) -> None:
         shape = e.shape
         vector = e.lanes * shape.score_bytes
-        steps = shape.chunk // SQUARE_STEP
+        chained = min(SQUARE_CHAIN, shape.chunk)
+        steps = chained // SQUARE_STEP
         row_lines = -(-shape.head_dim_v * shape.element_bytes // 64)
         step_lines = -(-e.lanes * row_lines // (shape.padded_dim // SQUARE_STEP))
         zero = [e.constant(e.score, 0.0)] * e.lanes
@@ -115,12 +117,12 @@ def square_dots(typing_context, shape, s, columns, wide, ahead):
                     sums[j] = e.fma(e.splat(key), queries, sums[j])
             return sums
 
-        def chunk(i: Value, total: list[Value]) -> list[Value]:
+        def chain(i: Value, total: list[Value]) -> list[Value]:
             first = e.b.mul(i, ir.Constant(I64, steps))
             sums = e.loop(ir.Constant(I64, steps), lambda j, sums: step(e.b.add(first, j), sums), zero)
             return [e.b.fadd(x, y) for x, y in zip(total, sums, strict=True)]
 
-        total = e.loop(ir.Constant(I64, shape.padded_dim // shape.chunk), chunk, zero)
+        total = e.loop(ir.Constant(I64, shape.padded_dim // chained), chain, zero)
         for r, scores in enumerate(e.transpose(total)):
             e.store(scores, s, r * shape.s_row_bytes)
 

@@ -107,37 +107,21 @@ def prefetch_rows(typing_context, shape, table, count):
 
 
 @intrinsic(prefer_literal=True)
-def pack_row(typing_context, shape, packed, row, factor):
-    """packed[:] = row * factor, rounded once: a query row (own dtype, adjacent elements) as padded scores."""
+def widen_row(typing_context, shape, packed, row, sign):
+    """packed[:] = sign * row (1, 0 or -1): a row of q or k (own dtype, adjacent elements) as padded scores."""
 
-    def emit(e: Emitter, packed: Value, row: Value, factor: Value) -> None:
-        wide = ir.VectorType(FLOATS["float64"], e.lanes)
-        f = e.splat(factor)
-        _convert_row(e, packed, row, lambda v: e.convert(e.b.fmul(e.convert(v, wide), f), e.score))
+    def emit(e: Emitter, packed: Value, row: Value, sign: Value) -> None:
+        factor = e.splat(e.convert(sign, e.score.element))
+
+        def body(i: Value, valid: int, carried: list[Value]) -> list[Value]:
+            to = e.scaled(packed, i, e.shape.chunk * e.shape.score_bytes)
+            for half, v in enumerate(e.decode(e.scaled(row, i, e.shape.chunk * e.shape.element_bytes), valid)):
+                e.store(e.b.fmul(v, factor), to, half * e.lanes * e.shape.score_bytes)
+            return []
+
+        e.each_chunk(e.shape.head_dim, body)
 
     return vector_intrinsic(types.void, (shape, address, address, types.float64), emit)
-
-
-@intrinsic(prefer_literal=True)
-def widen_row(typing_context, shape, packed, row):
-    """packed[:] = row: a K row as padded scores."""
-
-    def emit(e: Emitter, packed: Value, row: Value) -> None:
-        _convert_row(e, packed, row, lambda v: v)
-
-    return vector_intrinsic(types.void, (shape, address, address), emit)
-
-
-def _convert_row(e: Emitter, packed: Value, row: Value, change: Callable[[Value], Value]) -> None:
-    shape = e.shape
-
-    def body(i: Value, valid: int, carried: list[Value]) -> list[Value]:
-        to = e.scaled(packed, i, shape.chunk * shape.score_bytes)
-        for half, v in enumerate(e.decode(e.scaled(row, i, shape.chunk * shape.element_bytes), valid)):
-            e.store(change(v), to, half * e.lanes * shape.score_bytes)
-        return []
-
-    e.each_chunk(shape.head_dim, body)
 
 
 def _each_vector(e: Emitter, base: Value, count: Value, body: Callable[..., list[Value]], carried: list[Value]) -> Any:
@@ -160,21 +144,24 @@ def row_maximum(typing_context, shape, s, count):
 
 
 @intrinsic(prefer_literal=True)
-def row_exponentials(typing_context, shape, s, count, base):
-    """s[0:count] = 2**(s - base); returns their sum, as a float64 that holds a ``sums`` value."""
+def row_exponentials(typing_context, shape, s, count, base, factor):
+    """s[0:count] = 2**((s - base) * factor); returns their sum, as a float64 that holds a ``sums`` value.
 
-    def emit(e: Emitter, s: Value, count: Value, base: Value) -> Value:
-        m = e.splat(e.convert(base, e.score.element))
+    Scaling the difference, and not the scores, keeps the error of the scale away from large scores.
+    """
+
+    def emit(e: Emitter, s: Value, count: Value, base: Value, factor: Value) -> Value:
+        m, scale = (e.splat(e.convert(x, e.score.element)) for x in (base, factor))
 
         def body(at: Value, vs: list[Value]) -> list[Value]:
-            p = e.exp2(e.b.fsub(e.load(at, e.score), m))
+            p = e.exp2(e.b.fmul(e.b.fsub(e.load(at, e.score), m), scale))
             e.store(p, at)
             return [e.b.fadd(vs[0], e.convert(p, e.sum))]
 
         (total,) = _each_vector(e, s, count, body, [e.constant(e.sum, 0.0)])
         return e.convert(e.fold([total], e.b.fadd), FLOATS["float64"])
 
-    return vector_intrinsic(types.float64, (shape, address, types.int64, types.float64), emit)
+    return vector_intrinsic(types.float64, (shape, address, types.int64, types.float64, types.float64), emit)
 
 
 @intrinsic(prefer_literal=True)
@@ -210,22 +197,31 @@ def row_softcap(typing_context, shape, s, count, inverse_cap, cap):
 
 
 @intrinsic(prefer_literal=True)
-def row_alibi(typing_context, shape, s, count, offsets, query, slope):
-    """s[0:count] -= slope * |query - offsets|; positions as scores, relative to the tile's first key."""
+def row_alibi(typing_context, shape, s, count, factor, offsets, query, anchor, slope):
+    """s[0:count] = s * factor - slope * (|query - offset| - anchor), in float64, rounded once.
 
-    def emit(e: Emitter, s: Value, count: Value, offsets: Value, query: Value, slope: Value) -> None:
-        position = e.splat(e.convert(query, e.score.element))
-        factor = e.splat(e.convert(e.b.fneg(slope), e.score.element))
+    ``offsets`` (float64) and ``query`` are positions relative to the tile's first key. ``anchor`` is a distance that is
+    taken off every key of a split alike, so that what is left is small where weights are not.
+    """
+
+    def emit(
+        e: Emitter, s: Value, count: Value, factor: Value, offsets: Value, query: Value, anchor: Value, slope: Value
+    ) -> None:
+        wide = ir.VectorType(FLOATS["float64"], e.lanes)
+        scale, position, start, step = (e.splat(x) for x in (factor, query, anchor, e.b.fneg(slope)))
+        ratio = ir.Constant(I64, 8 // e.shape.score_bytes)
 
         def body(at: Value, vs: list[Value]) -> list[Value]:
-            offset = e.load(e.b.add(offsets, e.b.sub(at, s)), e.score)
-            distance = e.call("fabs", [e.b.fsub(position, offset)])
-            e.store(e.fma(factor, distance, e.load(at, e.score)), at)
+            offset = e.load(e.b.add(offsets, e.b.mul(e.b.sub(at, s), ratio)), wide)
+            distance = e.b.fsub(e.call("fabs", [e.b.fsub(position, offset)]), start)
+            score = e.b.fmul(e.convert(e.load(at, e.score), wide), scale)
+            e.store(e.convert(e.fma(step, distance, score), e.score), at)
             return []
 
         _each_vector(e, s, count, body, [])
 
-    return vector_intrinsic(types.void, (shape, address, types.int64, address, types.float64, types.float64), emit)
+    scalars = (types.float64, address, types.float64, types.float64, types.float64)
+    return vector_intrinsic(types.void, (shape, address, types.int64, *scalars), emit)
 
 
 def _each_column(e: Emitter, body: Callable[[Value], None]) -> None:

@@ -138,13 +138,17 @@ class KernelShape(NamedTuple):
 
     @property
     def scratch_offset(self) -> int:
-        """Positions of the tile's keys relative to its first, as scores (for ALiBi)."""
+        """For ALiBi, float64: positions of the tile's keys relative to its first, then each row's anchor distance."""
         return self.scratch_high + 8 * MAX_ROWS
+
+    @property
+    def scratch_anchor(self) -> int:
+        return self.scratch_offset + 8 * TILE
 
     @property
     def scratch_seen(self) -> int:
         """Visibility bytes (MAX_ROWS, TILE) of a tile that rows see differently."""
-        return self.scratch_offset + 8 * TILE
+        return self.scratch_anchor + 8 * MAX_ROWS
 
     @property
     def scratch_o(self) -> int:

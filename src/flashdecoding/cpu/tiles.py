@@ -8,7 +8,7 @@ from numba import njit
 
 from flashdecoding.cpu.arguments import Sequence, argument, sequence_field
 from flashdecoding.cpu.products import transpose_rows
-from flashdecoding.cpu.rows import fill_rows, load, pack_row, store
+from flashdecoding.cpu.rows import fill_rows, load, store, widen_row
 from flashdecoding.cpu.shape import TILE, fact
 
 kernel = njit(nogil=True, error_model="numpy", boundscheck=False)
@@ -66,7 +66,7 @@ def copy_row(element_bytes, target, target_stride, source, source_stride, count)
 
 @kernel
 def pack_queries(shape, args, seq, head, first_row, rows, scratch):
-    """Queries of a row block as scaled scores, and each row's interval of visible keys.
+    """Queries of a row block as scores, and each row's interval of visible keys.
 
     Row r of a kv head is query r // group_size of its head r % group_size. Returns the union of the intervals.
     """
@@ -80,7 +80,7 @@ def pack_queries(shape, args, seq, head, first_row, rows, scratch):
         if argument(args, "q_stride_d") != element:
             copy_row(element, gathered, element, row, argument(args, "q_stride_d"), fact(shape, "head_dim"))
             row = gathered
-        pack_row(shape, scratch + r * fact(shape, "q_row_bytes"), row, argument(args, "factor"))
+        widen_row(shape, scratch + r * fact(shape, "q_row_bytes"), row, argument(args, "q_sign"))
         position = sequence_field(seq, "q_start") + i
         low, high = sequence_field(seq, "kv_begin"), sequence_field(seq, "kv_end")
         if causal:

@@ -4,6 +4,7 @@
     |lse - lse64| <= 4 e max(A, |lse64|, 1)
 
 u is the unit roundoff of the output's dtype, e that of the accumulation, A the row's largest scale * sum_d |q_d k_jd|.
+One dominant product per score is the exception: there the 4 is ``worst_roundings``, each at most e A.
 Where |o64| is below the normal range of the output's dtype, half a subnormal step is added.
 Where the reference is not finite the result must not be either, and nowhere else (line 3); -inf must be -inf (line 1).
 """
@@ -29,8 +30,12 @@ class Expected:
     lse_bound: Tensor
 
 
-def expect(problem: Problem) -> Expected:
-    """Run the reference on ``problem`` and form the bounds for an output in q's dtype."""
+def expect(problem: Problem, roundings: int = 4) -> Expected:
+    """Run the reference on ``problem`` and form the bounds for an output in q's dtype.
+
+    ``roundings`` is how often a score may round at the size of A: 4, or :func:`worst_roundings` where one product
+    dwarfs the others, so that every later addition of its dot product rounds at its size.
+    """
     result = reference_attention(problem.q, problem.k, problem.v, **problem.options, return_lse=True)
     assert isinstance(result, tuple)
     out, lse = result
@@ -38,10 +43,15 @@ def expect(problem: Problem) -> Expected:
     info = torch.finfo(problem.q.dtype)
     unit = info.eps / 2
     accumulation = 2.0**-53 if problem.q.dtype == torch.float64 else 2.0**-24
-    out_bound = (2.5 * unit + 4 * accumulation * score_bound[..., None]) * weight_abs_v
+    out_bound = (2.5 * unit + roundings * accumulation * score_bound[..., None]) * weight_abs_v
     out_bound = out_bound + (out.abs() < info.smallest_normal).double() * (info.smallest_normal * unit)
-    lse_bound = 4 * accumulation * torch.maximum(score_bound, lse.abs()).clamp(min=1)
+    lse_bound = roundings * accumulation * torch.maximum(score_bound, lse.abs()).clamp(min=1)
     return Expected(out, lse, out_bound, lse_bound)
+
+
+def worst_roundings(head_dim: int) -> int:
+    """Roundings that no dot product of a backend may exceed: chains of D / 8, and the sums of those."""
+    return 16 + head_dim // 8
 
 
 def assert_within_bound(out: Tensor, lse: Tensor | None, expected: Expected, label: str = "") -> None:
