@@ -1,7 +1,6 @@
 """Exact attention for the decode phase of LLM inference.
 
-The public names are loaded on first use, so ``import flashdecoding`` costs next to nothing and never imports Numba or
-Triton.
+The public names are loaded on first use, so ``import flashdecoding`` costs next to nothing and never imports Numba.
 """
 
 from typing import TYPE_CHECKING

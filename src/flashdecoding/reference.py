@@ -1,4 +1,4 @@
-"""The seed's derivation in float64, one function per formula, and the oracle that grows from it.
+"""The derivation of `docs/algorithm.md` in float64, one function per formula, and the oracle that grows from it.
 
 Read it from top to bottom: a softmax that cannot overflow (2.3.1); the same softmax one element at a time (2.3.2); one
 tile of keys, directly and incrementally (2.4.1); the merge of tiles (2.4.2); both stages together (2.5); and the
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def safe_softmax(x: Tensor) -> Tensor:
-    """exp(x_i - m) / sum_j exp(x_j - m) with m = max_j x_j, over the last dimension (seed, 2.3.1).
+    """exp(x_i - m) / sum_j exp(x_j - m) with m = max_j x_j, over the last dimension (algorithm, 2.3.1).
 
     No exponent is above 0, so nothing overflows. Where all of x is -inf, or x is empty, all weights are 0.
     """
@@ -51,7 +51,7 @@ def safe_softmax(x: Tensor) -> Tensor:
 
 
 def online_softmax_states(x: Tensor) -> tuple[Tensor, Tensor]:
-    """All running maxima m_j and running sums d_j = sum_{i<=j} exp(x_i - m_j), each shaped like x (seed, 2.3.2).
+    """All running maxima m_j and running sums d_j = sum_{i<=j} exp(x_i - m_j), each shaped like x (algorithm, 2.3.2).
 
     m_1 = x_1 and d_1 = 1, then for every further element
 
@@ -73,7 +73,7 @@ def online_softmax_states(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def online_softmax(x: Tensor) -> Tensor:
-    """exp(x_i - m_N) / d_N over the last dimension, from the last state of the recurrence (seed, 2.3.2)."""
+    """exp(x_i - m_N) / d_N over the last dimension, from the last state of the recurrence (algorithm, 2.3.2)."""
     x = x.double()
     if x.shape[-1] == 0:
         return x
@@ -82,12 +82,12 @@ def online_softmax(x: Tensor) -> Tensor:
 
 
 def change_of_scale(local: Tensor, m_local: Tensor, m_global: Tensor) -> Tensor:
-    """exp(s - m_global) from `local` = exp(s - m_local): times exp(m_local - m_global) (seed, 2.4.2, step 2)."""
+    """exp(s - m_global) from `local` = exp(s - m_local): times exp(m_local - m_global) (algorithm, 2.4.2, step 2)."""
     return local.double() * torch.exp(m_local.double() - m_global.double())
 
 
 def attention_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
-    """q k^T / sqrt(D), (B, H, q_len, N); `scale` replaces 1 / sqrt(D) (seed, 2.2 and 2.5 (2b))."""
+    """q k^T / sqrt(D), (B, H, q_len, N); `scale` replaces 1 / sqrt(D) (algorithm, 2.2 and 2.5 (2b))."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     return q.double() @ k.double().transpose(-1, -2) * scale
 
@@ -105,7 +105,7 @@ def tile_direct(s: Tensor, v: Tensor) -> AttentionState:
 
 
 def tile_incremental_states(s: Tensor, v: Tensor) -> list[AttentionState]:
-    """The states (m_j, l_j, o_j) after each of the n keys of a tile, o_j normalised at every step (seed, 2.4.1).
+    """The states (m_j, l_j, o_j) after each of the n keys of a tile, o_j normalised at every step (algorithm, 2.4.1).
 
     m_1 = s_1, l_1 = 1, o_1 = V_1, then for every further key
 
@@ -113,8 +113,8 @@ def tile_incremental_states(s: Tensor, v: Tensor) -> list[AttentionState]:
         l_j = l_{j-1} exp(m_{j-1} - m_j) + exp(s_j - m_j)
         o_j = (l_{j-1} exp(m_{j-1} - m_j) o_{j-1} + exp(s_j - m_j) V_j) / l_j
 
-    This is the recurrence as the seed prints it. It equals merging with the state (s_j, 1, V_j) of a single key. `s` is
-    (B, H, q_len, n), `v` (B, H, n, Dv); the list has n states.
+    This is the recurrence as it is printed there. It equals merging with the state (s_j, 1, V_j) of a single key. `s`
+    is (B, H, q_len, n), `v` (B, H, n, Dv); the list has n states.
     """
     s, v = s.double(), v.double()
     state = _no_keys(s, v)
@@ -131,12 +131,12 @@ def tile_incremental_states(s: Tensor, v: Tensor) -> list[AttentionState]:
 
 
 def tile_incremental(s: Tensor, v: Tensor) -> AttentionState:
-    """One tile, key by key: the last of `tile_incremental_states`, or empty for no keys (seed, 2.4.1, 2.5 (2c))."""
+    """One tile, key by key: the last of `tile_incremental_states`, or empty for no keys (2.4.1, 2.5 (2c))."""
     return (tile_incremental_states(s, v) or [_no_keys(s, v)])[-1]
 
 
 def tile_by_subtiles(s: Tensor, v: Tensor, sub_tile: int) -> AttentionState:
-    """One tile, `sub_tile` keys at a time, as kernels load it: each sub-tile directly, then merged (seed, 2.4.1).
+    """One tile, `sub_tile` keys at a time, as kernels load it: each sub-tile directly, then merged (algorithm, 2.4.1).
 
     `s` is (B, H, q_len, n), `v` (B, H, n, Dv). The last sub-tile may be shorter. `ValueError` if `sub_tile` < 1.
     """
@@ -152,7 +152,7 @@ def merge_pair(a: AttentionState, b: AttentionState) -> AttentionState:
 
 
 def merge_tiles(tiles: Iterable[AttentionState]) -> AttentionState:
-    """(m_global, l_global, o_final) from the states of all tiles at once (seed, 2.4.2; 2.5, (3a) to (3c)).
+    """(m_global, l_global, o_final) from the states of all tiles at once (algorithm, 2.4.2; 2.5, (3a) to (3c)).
 
         m_global = max_b m_b
         l_global = sum_b exp(m_b - m_global) l_b
@@ -166,11 +166,11 @@ def merge_tiles(tiles: Iterable[AttentionState]) -> AttentionState:
 def flash_decode(
     q: Tensor, k: Tensor, v: Tensor, tile_size: int, *, sub_tile: int | None = None, scale: float | None = None
 ) -> AttentionState:
-    """The whole two-stage algorithm: ceil(N / tile_size) tiles, the last one as short as need be (seed, 2.5).
+    """The whole two-stage algorithm: ceil(N / tile_size) tiles, the last one as short as need be (algorithm, 2.5).
 
-    Stage 1 takes each tile's keys and values (2a), its scores (2b) and its state (2c): key by key as in the seed, or
-    `sub_tile` keys at a time. Stage 2 merges the tiles (3a to 3c). Returns (m_global, l_global, o_final), for N = 0 the
-    empty state. `ValueError` for tiles of less than one key.
+    Stage 1 takes each tile's keys and values (2a), its scores (2b) and its state (2c): key by key as in the
+    derivation, or `sub_tile` keys at a time. Stage 2 merges the tiles (3a to 3c). Returns (m_global, l_global,
+    o_final), for N = 0 the empty state. `ValueError` for tiles of less than one key.
 
     >>> q, k = torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 3, 2)
     >>> flash_decode(q, k, torch.tensor([[[[1.0], [2.0], [6.0]]]]), tile_size=2).o.item()
@@ -185,7 +185,7 @@ def flash_decode(
 
 
 def direct_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) V over all keys at once, (B, H, q_len, Dv) (seed, 2.1.1, and o_direct of 2.6)."""
+    """softmax(q k^T / sqrt(D)) V over all keys at once, (B, H, q_len, Dv) (algorithm, 2.1.1, and o_direct of 2.6)."""
     return safe_softmax(attention_scores(q, k, scale=scale)) @ v.double()
 
 

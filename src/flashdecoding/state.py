@@ -1,11 +1,11 @@
 """Partial attention states and their exact merge: the algebra that everything else in the package rests on.
 
-A state summarises the attention of a set of queries over *some* of their keys (seed, 2.4.0). With scores s_j of the
-keys that a query sees,
+A state summarises the attention of a set of queries over *some* of their keys (algorithm, 2.4.0). With scores s_j of
+the keys that a query sees,
 
     m = max_j s_j          l = sum_j exp(s_j - m)          o = sum_j exp(s_j - m) V_j / l
 
-and the states of any partition of the keys merge to the state of all of them (seed, 2.4.2 and 2.6):
+and the states of any partition of the keys merge to the state of all of them (algorithm, 2.4.2 and 2.6):
 
     m = max_b m_b          l = sum_b exp(m_b - m) l_b      o = sum_b exp(m_b - m) l_b o_b / l
 
@@ -31,7 +31,7 @@ class AttentionState:
     """Attention over part of the keys: `m` and `l` (B, Hq, Sq, 1), `o` (B, Hq, Sq, Dv), all float32 or all float64.
 
     `m` is the largest scaled score seen, `l` the sum of exp(score - m), `o` the *normalised* output over the keys seen
-    (seed, 2.4.0). An empty row holds m = -inf, l = 0, o = 0. Nothing in this class is changed in place.
+    (algorithm, 2.4.0). An empty row holds m = -inf, l = 0, o = 0. Nothing in this class is changed in place.
 
     Raises `ValueError` for shapes, dtypes or devices that do not belong together; values are not inspected.
 
@@ -98,7 +98,7 @@ class AttentionState:
         return (self.m + self.l.log()).squeeze(-1)
 
     def merge(self, other: AttentionState) -> AttentionState:
-        """The state over both sets of keys, which must not overlap (seed, 2.4.2, for two tiles)."""
+        """The state over both sets of keys, which must not overlap (algorithm, 2.4.2, for two tiles)."""
         return merge_states((self, other))
 
     def finalize(self, dtype: torch.dtype | None = None, sinks: Tensor | None = None) -> Tensor:
@@ -121,7 +121,7 @@ class AttentionState:
 
 
 def merge_states(states: Iterable[AttentionState]) -> AttentionState:
-    """The state over all keys of `states`, whose key sets must not overlap (seed, 2.4.2; 2.5, (3a) to (3c)).
+    """The state over all keys of `states`, whose key sets must not overlap (algorithm, 2.4.2; 2.5, (3a) to (3c)).
 
     All states share one shape, dtype and device; `ValueError` says which do not, or that there are none. Sums run in
     the order given, so equal inputs give equal bits; any other order or tree agrees to rounding. Merging with empty
