@@ -196,3 +196,22 @@ def test_alibi_far_from_the_query(slope: float) -> None:
     state = partial_attention(q, k, v, **options)
     wanted = expect(Problem(q, k, v, options))
     assert_within_bound(state.finalize(), state.lse, wanted)
+
+
+def test_pages_out_of_reach_may_hold_anything() -> None:
+    """Before the window of a piece, past its causal end, and of a sequence without queries."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(40, 2, 16, 64, generator=generator), torch.randn(40, 2, 16, 64, generator=generator)
+    q = torch.randn(1, 8, 2, 64, generator=generator)
+    table = torch.arange(80, dtype=torch.int32).view(2, 40) % 40
+    call = {"seqlens": [640, 640], "window": 100, "q_start": [399, 0]}
+    packed = {"cu_q_lens": torch.tensor([0, 2, 2], dtype=torch.int32), "max_q_len": 2}
+    wanted = partial_attention(q, k, v, page_table=table, **call, **packed)
+    spoiled = table.clone()
+    spoiled[0, : 300 // 16], spoiled[0, 401 // 16 + 1 :], spoiled[1] = -1, 10**6, -7
+    state = partial_attention(q, k, v, page_table=spoiled, **call, **packed)
+    for actual, expected in ((state.m, wanted.m), (state.l, wanted.l), (state.o, wanted.o)):
+        assert_same_bits(actual, expected)
+    spoiled[0, 300 // 16] = -1
+    with pytest.raises(ValueError, match=r"page_table\[0, 18\] = -1"):
+        partial_attention(q, k, v, page_table=spoiled, **call, **packed)

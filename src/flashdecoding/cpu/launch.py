@@ -21,6 +21,8 @@ from flashdecoding.refusal import Refusal
 from flashdecoding.state import AttentionState, state_dtype
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from flashdecoding.checks import Call
     from flashdecoding.plan import Cut
     from flashdecoding.signature import Checked, Facts
@@ -221,13 +223,24 @@ def _threads(call: Call, launch: Launch, units: int) -> int:
     return max(1, min(torch.get_num_threads(), units))
 
 
+def _keys_up_to(c: Checked, kv_start: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Number of local keys of each sequence at positions <= position, as `tiles.keys_up_to` counts them."""
+    past, block, stride = position - kv_start, c.kv_block or WHOLE, c.kv_stride or WHOLE
+    keys = past // stride * block + np.minimum(past % stride + 1, block)
+    return np.where(past < 0, 0, keys)
+
+
 def _check_pages(call: Call, page_table: torch.Tensor, table: array.array[int]) -> None:
     """Every page that holds a key in reach must exist; other entries are not looked at."""
     columns = np.frombuffer(table, np.int64).reshape(-1, len(Sequence._fields)).T
     field = dict(zip(Sequence._fields, columns, strict=True))
-    size, pages = call.checked.page_size, page_table.numpy()
-    begin = np.maximum(field["first"], field["kv_begin"]) // size
-    end = np.where(field["q_len"] > 0, -(-field["kv_end"] // size), 0)
+    c, size, pages = call.checked, call.checked.page_size, page_table.numpy()
+    low_key, high_key, q_start = field["kv_begin"], field["kv_end"], field["q_start"]
+    if c.window is not None:
+        low_key = np.maximum(low_key, _keys_up_to(c, field["kv_start"], q_start - c.window))
+    if c.causal:
+        high_key = np.minimum(high_key, _keys_up_to(c, field["kv_start"], q_start + field["q_len"] - 1))
+    begin, end = low_key // size, np.where(field["q_len"] > 0, -(-high_key // size), 0)
     low, high = int(begin.min()), int(end.max())  # tables are often much wider than any sequence
     slots, pages = np.arange(low, high), pages[:, low:high]
     listed = (slots >= begin[:, None]) & (slots < end[:, None])
