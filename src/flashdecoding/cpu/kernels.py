@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 from flashdecoding.cpu.arguments import argument, sequence_field
+from flashdecoding.cpu.matrix import SIDE, begin_tiles, end_tiles, evenly_spaced, tile_scores, weigh_tiles
 from flashdecoding.cpu.products import KEYS, dots, square_dots, weigh
 from flashdecoding.cpu.rows import (
     add_row,
@@ -33,7 +34,7 @@ from flashdecoding.cpu.rows import (
     write_row,
     zero_row,
 )
-from flashdecoding.cpu.shape import MAX_ROWS, TILE, fact
+from flashdecoding.cpu.shape import MATRIX_ROWS, MAX_ROWS, TILE, fact
 from flashdecoding.cpu.tiles import (
     ROW_BASE,
     UNIT_BASE,
@@ -85,8 +86,14 @@ def adjust_scores(shape, args, seq, head, row, s, count, scratch, differ, r):
         for j in range(count):
             if not load("uint8", scratch + fact(shape, "scratch_seen") + r * TILE, j):
                 store_score(shape, s, j, -math.inf)
-    for j in range(count, (count + fact(shape, "lanes") - 1) // fact(shape, "lanes") * fact(shape, "lanes")):
+    for j in range(count, padded_count(shape, count)):
         store_score(shape, s, j, -math.inf)
+
+
+@kernel
+def padded_count(shape, count):
+    padding = fact(shape, "padding")
+    return (count + padding - 1) // padding * padding
 
 
 @inlined
@@ -132,7 +139,7 @@ def fill_offsets(shape, args, seq, count, scratch):
 
 
 @kernel
-def softmax_step(shape, s, count, factor, ml, o):
+def softmax_step(shape, s, count, factor, ml, o, weights):
     """One step of online softmax (2.4.1) on a row: scores become weights; m, l and o move to the new maximum."""
     m, top = load("float64", ml, 0), row_maximum(shape, s, count)
     if top > m:
@@ -142,7 +149,36 @@ def softmax_step(shape, s, count, factor, ml, o):
         store("float64", ml, 1, load("float64", ml, 1) * shrink)
         m = top
     base = m if m > -math.inf else 0.0
-    store("float64", ml, 1, load("float64", ml, 1) + row_exponentials(shape, s, count, base, factor))
+    store("float64", ml, 1, load("float64", ml, 1) + row_exponentials(shape, s, count, base, factor, weights))
+
+
+@kernel
+def left_operand(shape, table, copy):
+    """Base address and step of 16 K rows; rows that do not step evenly are copied first."""
+    first = load("int64", table, 0)
+    if evenly_spaced(table):
+        return first, load("int64", table, 1) - first
+    row_bytes = fact(shape, "head_dim") * fact(shape, "element_bytes")
+    for j in range(SIDE):
+        row = load("int64", table, j)
+        for word in range(row_bytes // 8):
+            store("int64", copy + j * row_bytes, word, load("int64", row, word))
+    return copy, row_bytes
+
+
+@kernel
+def score_tiles(shape, square_rows, padded, k, scratch):
+    """scores = q . k on the matrix unit."""
+    v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
+    columns, area = scratch + fact(shape, "scratch_columns"), scratch + fact(shape, "scratch_tiles") + 128
+    copies, half_bytes = scratch + fact(shape, "scratch_wide"), SIDE * fact(shape, "head_dim") * 2
+    for j in range(0, padded, 2 * SIDE):
+        first, first_step = left_operand(shape, k + 8 * j, copies)
+        second, second_step = left_operand(shape, k + 8 * (j + SIDE), copies + half_bytes)
+        for r in range(0, square_rows, SIDE):
+            to = s + r * fact(shape, "s_row_bytes") + j * 4
+            queries = columns + r * fact(shape, "q_row_bytes")
+            tile_scores(shape, to, queries, first, first_step, second, second_step, area, v + 8 * j)
 
 
 @kernel
@@ -151,10 +187,13 @@ def score_keys(shape, rows, count, k, scratch):
     v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
     lanes, q_bytes, s_bytes = fact(shape, "lanes"), fact(shape, "q_row_bytes"), fact(shape, "s_row_bytes")
     wide, columns = scratch + fact(shape, "scratch_wide"), scratch + fact(shape, "scratch_columns")
-    padded, square_rows = (count + lanes - 1) // lanes * lanes, rows_by_square(shape, rows)
+    padded, square_rows = padded_count(shape, count), rows_by_square(shape, rows)
     for j in range(count, padded):
         store("int64", k, j, load("int64", k, count - 1))
         store("int64", v, j, load("int64", v, count - 1))
+    if fact(shape, "matrix") and square_rows:
+        score_tiles(shape, square_rows, padded, k, scratch)
+        return
     for block in range(0, padded, lanes):
         if square_rows:
             for j in range(lanes):
@@ -181,6 +220,13 @@ def score_keys(shape, rows, count, k, scratch):
 def weigh_values(shape, rows, count, ahead, scratch, o):
     """o += weights . v for a tile, while K rows of the next tile are on their way."""
     v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
+    if fact(shape, "matrix") and rows >= MATRIX_ROWS:
+        p, area = scratch + fact(shape, "scratch_weights"), scratch + fact(shape, "scratch_tiles") + 128
+        if rows > SIDE:
+            weigh_tiles(shape, 2, o, p, v, ahead, area, count)
+        else:
+            weigh_tiles(shape, 1, o, p, v, ahead, area, count)
+        return
     s_bytes, o_bytes, most = fact(shape, "s_row_bytes"), fact(shape, "o_row_bytes"), fact(shape, "value_rows")
     blocks, r = (rows + most - 1) // most, 0
     pace = (256 + blocks - 1) // blocks
@@ -246,7 +292,9 @@ def attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead,
     for r in range(rows):
         s = scratch + fact(shape, "scratch_s") + r * fact(shape, "s_row_bytes")
         adjust_scores(shape, args, seq, head, first_row + r, s, count, scratch, differ, r)
-        softmax_step(shape, s, count, factor, ml + 16 * r, o + r * fact(shape, "o_row_bytes"))
+        weights = scratch + fact(shape, "scratch_weights") + r * TILE * 2
+        padded = padded_count(shape, count)
+        softmax_step(shape, s, padded, factor, ml + 16 * r, o + r * fact(shape, "o_row_bytes"), weights)
     if differ and any_non_finite(shape, count, scratch):
         weigh_seen_values(shape, rows, count, scratch, o)
     else:
@@ -264,8 +312,10 @@ def split_unit(shape, args, unit, scratch):
     first_row = block * MAX_ROWS
     rows = min(MAX_ROWS, all_rows - first_row)
     part = sequence_field(seq, "part_base") + (split * kv_heads + head) * all_rows + first_row
-    o = argument(args, "part_o") + part * fact(shape, "o_row_bytes")
+    part_o = argument(args, "part_o") + part * fact(shape, "o_row_bytes")
     ml = argument(args, "part_ml") + part * 16
+    by_tiles = fact(shape, "matrix") and rows >= MATRIX_ROWS
+    o = scratch + fact(shape, "scratch_rows_o") if by_tiles else part_o  # tiles have 16 rows, units any number
     for r in range(rows):
         zero_row(shape, o + r * fact(shape, "o_row_bytes"))
         store("float64", ml, 2 * r, -math.inf)
@@ -289,6 +339,10 @@ def split_unit(shape, args, unit, scratch):
         attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead, scratch, ml, o)
         first += count
     finish_maxima(shape, args, seq, head, first_row, rows, scratch, ml)
+    if by_tiles:
+        for r in range(rows):
+            zero_row(shape, part_o + r * fact(shape, "o_row_bytes"))
+            add_row(shape, part_o + r * fact(shape, "o_row_bytes"), o + r * fact(shape, "o_row_bytes"), 1.0)
 
 
 @inlined
@@ -297,10 +351,15 @@ def run_splits(shape, args):
     counters = argument(args, "counters")
     scratch = argument(args, "scratch") + fetch_add(counters, 1) * argument(args, "scratch_stride")
     units = argument(args, "units")
+    registers = scratch + fact(shape, "scratch_tiles")
+    if fact(shape, "matrix"):
+        begin_tiles(shape, registers, registers + 64)
     unit = fetch_add(counters + 8, 1)
     while unit < units:
         split_unit(shape, args, unit, scratch)
         unit = fetch_add(counters + 8, 1)
+    if fact(shape, "matrix"):
+        end_tiles(shape, registers)
 
 
 @inlined

@@ -144,24 +144,29 @@ def row_maximum(typing_context, shape, s, count):
 
 
 @intrinsic(prefer_literal=True)
-def row_exponentials(typing_context, shape, s, count, base, factor):
+def row_exponentials(typing_context, shape, s, count, base, factor, weights):
     """s[0:count] = 2**((s - base) * factor); returns their sum, as a float64 that holds a ``sums`` value.
+
+    Where tiles are multiplied on the matrix unit, they are also rounded to bfloat16 into ``weights``.
 
     Scaling the difference, and not the scores, keeps the error of the scale away from large scores.
     """
 
-    def emit(e: Emitter, s: Value, count: Value, base: Value, factor: Value) -> Value:
+    def emit(e: Emitter, s: Value, count: Value, base: Value, factor: Value, weights: Value) -> Value:
         m, scale = (e.splat(e.convert(x, e.score.element)) for x in (base, factor))
 
         def body(at: Value, vs: list[Value]) -> list[Value]:
             p = e.exp2(e.b.fmul(e.b.fsub(e.load(at, e.score), m), scale))
             e.store(p, at)
+            if e.shape.matrix:
+                half = e.b.lshr(e.b.sub(at, s), ir.Constant(I64, 1))
+                e.store(e.round_bfloat16(p), e.b.add(weights, half))
             return [e.b.fadd(vs[0], e.convert(p, e.sum))]
 
         (total,) = _each_vector(e, s, count, body, [e.constant(e.sum, 0.0)])
         return e.convert(e.fold([total], e.b.fadd), FLOATS["float64"])
 
-    return vector_intrinsic(types.float64, (shape, address, types.int64, types.float64, types.float64), emit)
+    return vector_intrinsic(types.float64, (shape, address, types.int64, types.float64, types.float64, address), emit)
 
 
 @intrinsic(prefer_literal=True)

@@ -6,8 +6,11 @@ for each distinct shape, and :func:`fact` reads a number from the type as a lite
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
+import platform
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +21,10 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model, typeof_impl
 
 TILE = 64  # keys a tile: the scores of 32 rows are 8 KB, and stay in L1 with the K and V rows in flight
+MATRIX_ROWS = 4  # query rows from which a 16-row product on the matrix unit beats the vector units
 MAX_ROWS = 32  # query rows (queries x heads that share one kv head) of a work item; more rows make more items
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -34,6 +40,7 @@ class KernelShape(NamedTuple):
     head_dim: int
     head_dim_v: int
     vector_bytes: int  # of a SIMD register
+    matrix: bool  # products of tiles on the matrix unit, from MATRIX_ROWS rows on
     source: str  # digest of this package's sources: a cached kernel never outlives an edit
 
     @property
@@ -151,9 +158,27 @@ class KernelShape(NamedTuple):
         return self.scratch_anchor + 8 * MAX_ROWS
 
     @property
+    def padding(self) -> int:
+        """Keys that scores are padded to."""
+        return 32 if self.matrix else self.lanes
+
+    @property
+    def scratch_tiles(self) -> int:
+        """For the matrix unit: two configurations of its registers and four right operands; then weights and o rows."""
+        return self.scratch_seen + MAX_ROWS * TILE
+
+    @property
+    def scratch_weights(self) -> int:
+        return self.scratch_tiles + (128 + 4096 if self.matrix else 0)
+
+    @property
+    def scratch_rows_o(self) -> int:
+        return self.scratch_weights + (MAX_ROWS * TILE * 2 if self.matrix else 0)
+
+    @property
     def scratch_o(self) -> int:
         """One merged row of o."""
-        return self.scratch_seen + MAX_ROWS * TILE
+        return self.scratch_rows_o + (MAX_ROWS * self.o_row_bytes if self.matrix else 0)
 
     @property
     def scratch_gather(self) -> int:
@@ -186,10 +211,22 @@ def target_features() -> frozenset[str]:
 
 
 @functools.cache
+def tiles_permitted() -> bool:
+    """Ask Linux to let this process use tile registers; they are off until then."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    syscall = ctypes.CDLL(None).syscall
+    return bool(syscall(_ARCH_PRCTL, ctypes.c_long(_REQUEST_PERMISSION), ctypes.c_long(_TILE_DATA)) == 0)
+
+
+@functools.cache
 def kernel_shape(dtype: str, head_dim: int, head_dim_v: int) -> KernelShape:
     """The shape class of a call on this machine."""
-    vector_bytes = 64 if "avx512f" in target_features() else 32
-    return KernelShape(dtype, head_dim, head_dim_v, vector_bytes, source_digest())
+    features = target_features()
+    wide = "avx512f" in features
+    fits = dtype == "bfloat16" and head_dim % 32 == 0 and head_dim_v % 32 == 0
+    matrix = fits and wide and {"amx-tile", "amx-bf16"} <= features and tiles_permitted()
+    return KernelShape(dtype, head_dim, head_dim_v, 64 if wide else 32, matrix, source_digest())
 
 
 class ShapeType(types.Dummy):
@@ -223,7 +260,7 @@ def _lower_shape(context: Any, builder: Any, ty: ShapeType, value: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def fact(typing_context, shape, name):  # type: ignore[no-untyped-def]
     """A number of the shape, as a constant: ``fact(shape, "head_dim")``."""
-    value = getattr(shape.shape, name.literal_value)
+    value = int(getattr(shape.shape, name.literal_value))
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return ir.Constant(ir.IntType(64), value)

@@ -7,9 +7,10 @@ from __future__ import annotations
 from numba import njit
 
 from flashdecoding.cpu.arguments import Sequence, argument, sequence_field
+from flashdecoding.cpu.matrix import pair_columns
 from flashdecoding.cpu.products import transpose_rows
 from flashdecoding.cpu.rows import fill_rows, load, store, widen_row
-from flashdecoding.cpu.shape import TILE, fact
+from flashdecoding.cpu.shape import MATRIX_ROWS, TILE, fact
 
 kernel = njit(nogil=True, error_model="numpy", boundscheck=False)
 # For functions with one caller, or one line: each level of calls is optimised once more, which doubles compile time.
@@ -93,14 +94,19 @@ def pack_queries(shape, args, seq, head, first_row, rows, scratch):
             lowest, highest = min(lowest, low), max(highest, high)
     for r in range(0, rows_by_square(shape, rows), fact(shape, "lanes")):
         offset = r * fact(shape, "q_row_bytes")
-        transpose_rows(shape, scratch + fact(shape, "scratch_columns") + offset, scratch + offset)
+        columns = scratch + fact(shape, "scratch_columns") + offset
+        transpose_rows(shape, columns, scratch + offset)
+        if fact(shape, "matrix"):
+            pair_columns(shape, columns)
     return lowest, highest
 
 
 @kernel
 def rows_by_square(shape, rows):
-    """Rows of a block for :func:`square_dots`: full squares, and a last one if three quarters of it are in use."""
+    """Rows of a block in squares of ``lanes``: full ones, and a last one if enough of it is in use to pay."""
     lanes = fact(shape, "lanes")
+    if fact(shape, "matrix"):
+        return (rows + lanes - 1) // lanes * lanes if rows >= MATRIX_ROWS else 0
     return (rows + lanes // 4) // lanes * lanes
 
 

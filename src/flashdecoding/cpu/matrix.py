@@ -1,0 +1,234 @@
+"""Products of tiles on the matrix unit of x86 CPUs that have one for bfloat16 (AMX).
+
+One instruction multiplies 16 x 32 by 32 x 16 bfloat16 and adds float32. Its left operand is 16 rows of 64 bytes at any
+stride: K rows as they lie in the cache, or weights rounded to bfloat16 (one unit u of the error bound). Its right
+operand holds pairs of rows side by side: pairs of dimensions of the queries, made once a unit, or pairs of V rows, made
+tile by tile with a shift and a mask, which keeps the columns of o in the order of `vector.py`. A bfloat16 below 2^-126
+counts as 0.
+
+Tile registers: 0 and 1 accumulate, 2 and 3 are left operands, 4 is the right one. For a shape without the unit every
+intrinsic here is empty.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from flashdecoding.cpu.shape import TILE
+from flashdecoding.cpu.vector import I8, I32, I64, Emitter, Value, address, vector_intrinsic
+
+SIDE = 16  # rows of a tile register, and its 32-bit columns
+TILE_BYTES = SIDE * 64
+KEYS_A_CALL = 2 * SIDE
+
+
+def _tile_intrinsic(result: Any, arguments: tuple[Any, ...], emit: Callable[..., None]) -> Any:
+    return vector_intrinsic(result, arguments, lambda e, *values: emit(e, *values) if e.shape.matrix else None)
+
+
+def _call(e: Emitter, name: str, *arguments: Value) -> None:
+    ty = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
+    e.b.call(cgutils.get_or_insert_function(e.b.module, ty, f"llvm.x86.{name}"), arguments)
+
+
+def _register(number: int) -> Value:
+    return ir.Constant(I8, number)
+
+
+def _load_tile(e: Emitter, register: int, base: Value, stride: Value | int) -> None:
+    step = ir.Constant(I64, stride) if isinstance(stride, int) else stride
+    _call(e, "tileloadd64", _register(register), e.pointer(base, I8), step)
+
+
+def _store_tile(e: Emitter, register: int, base: Value, stride: int) -> None:
+    _call(e, "tilestored64", _register(register), e.pointer(base, I8), ir.Constant(I64, stride))
+
+
+def _multiply(e: Emitter, total: int, left: int, right: int) -> None:
+    _call(e, "tdpbf16ps", _register(total), _register(left), _register(right))
+
+
+@intrinsic(prefer_literal=True)
+def begin_tiles(typing_context, shape, saved, area):
+    """Configure every tile register as 16 rows of 64 bytes; what was configured before is kept in ``saved``."""
+
+    def emit(e: Emitter, saved: Value, area: Value) -> None:
+        _call(e, "sttilecfg", e.pointer(saved, I8))
+        zero = ir.Constant(ir.VectorType(I64, 8), [0] * 8)
+        e.store(zero, area)
+        e.store(ir.Constant(I8, 1), area)  # palette
+        for register in range(8):
+            e.store(ir.Constant(ir.IntType(16), 64), area, 16 + 2 * register)
+            e.store(ir.Constant(I8, SIDE), area, 48 + register)
+        _call(e, "ldtilecfg", e.pointer(area, I8))
+
+    return _tile_intrinsic(types.void, (shape, address, address), emit)
+
+
+@intrinsic(prefer_literal=True)
+def end_tiles(typing_context, shape, saved):
+    """Give the tile registers back as they were configured: other libraries on this thread use them too."""
+    return _tile_intrinsic(types.void, (shape, address), lambda e, saved: _call(e, "ldtilecfg", e.pointer(saved, I8)))
+
+
+@intrinsic(prefer_literal=True)
+def pair_columns(typing_context, shape, columns):
+    """Transposed queries (padded_dim, 16) of float32 become right operands, in place: pairs of dimensions side by side.
+
+    A chunk holds its even dimensions, then its odd ones; each is a bfloat16 in the upper half of a word.
+    """
+
+    def emit(e: Emitter, columns: Value) -> None:
+        words = ir.VectorType(I32, SIDE)
+
+        def body(i: Value, carried: list[Value]) -> list[Value]:
+            chunk, pair = e.b.udiv(i, ir.Constant(I64, SIDE)), e.b.urem(i, ir.Constant(I64, SIDE))
+            source = e.scaled(e.scaled(columns, chunk, 2 * TILE_BYTES), pair, 64)
+            even, odd = e.load(source, words), e.load(source, words, TILE_BYTES)
+            e.store(_side_by_side(e, e.b.lshr(even, e.constant(words, 16)), odd), e.scaled(columns, i, 64))
+            return []
+
+        e.loop(ir.Constant(I64, e.shape.padded_dim // 2), body)
+
+    return _tile_intrinsic(types.void, (shape, address), emit)
+
+
+def _side_by_side(e: Emitter, low: Value, high: Value) -> Value:
+    """Words with the lower halves of ``low``, whose upper halves are 0, and the upper halves of ``high``."""
+    return e.b.or_(low, e.b.and_(high, e.constant(high.type, 0xFFFF0000)))
+
+
+@intrinsic(prefer_literal=True)
+def evenly_spaced(typing_context, table):
+    """1 if the 16 addresses of a table step evenly, so that they are one left operand; else 0."""
+
+    def code(context, b, signature, values):
+        half = ir.VectorType(I64, 8)
+        (at,) = values
+        rows = [b.load(b.inttoptr(b.add(at, ir.Constant(I64, 64 * k)), half.as_pointer()), align=8) for k in (0, 1)]
+        first = b.extract_element(rows[0], ir.Constant(I32, 0))
+        step = b.sub(b.extract_element(rows[0], ir.Constant(I32, 1)), first)
+
+        def splat(x):
+            v = b.insert_element(ir.Constant(half, ir.Undefined), x, ir.Constant(I32, 0))
+            return b.shuffle_vector(v, v, ir.Constant(ir.VectorType(I32, 8), [0] * 8))
+
+        wrong = ir.Constant(ir.IntType(8), 0)
+        for k in (0, 1):
+            places = ir.Constant(half, list(range(8 * k, 8 * k + 8)))
+            differ = b.icmp_signed("!=", rows[k], b.add(splat(first), b.mul(splat(step), places)))
+            wrong = b.or_(wrong, b.bitcast(differ, ir.IntType(8)))
+        return b.zext(b.icmp_unsigned("==", wrong, ir.Constant(ir.IntType(8), 0)), I64)
+
+    return types.int64(address), code
+
+
+@intrinsic(prefer_literal=True)
+def tile_scores(typing_context, shape, s, queries, first, first_step, second, second_step, area, ahead):
+    """s[r, j] = q[r] . k[j] for 16 queries (as paired columns) and 2 x 16 keys, each 16 a base address and a step.
+
+    ``area`` takes two tiles in between. Meanwhile the V rows in ``ahead``, one for each key, come towards the core.
+    """
+
+    def emit(
+        e: Emitter,
+        s: Value,
+        queries: Value,
+        first: Value,
+        first_step: Value,
+        second: Value,
+        second_step: Value,
+        area: Value,
+        ahead: Value,
+    ) -> None:
+        shape = e.shape
+        chunks = shape.head_dim // shape.chunk
+        span = -(-shape.head_dim_v * shape.element_bytes // (64 * chunks)) * 64
+        for register in (0, 1):
+            _call(e, "tilezero", _register(register))
+
+        def chunk(c: Value, carried: list[Value]) -> list[Value]:
+            inside, asked = e.b.shl(c, ir.Constant(I64, 6)), e.b.mul(c, ir.Constant(I64, span))
+            _load_tile(e, 4, e.scaled(queries, c, TILE_BYTES), 64)
+            for register, base, step in ((2, first, first_step), (3, second, second_step)):
+                _load_tile(e, register, e.b.add(base, inside), step)
+                _multiply(e, register - 2, register, 4)
+            for j in range(KEYS_A_CALL):
+                e.prefetch(e.b.add(e.load(ahead, I64, 8 * j), asked), 0, span)
+            return []
+
+        e.loop(ir.Constant(I64, chunks), chunk)
+        for register in (0, 1):
+            base = e.add(area, register * TILE_BYTES)
+            _store_tile(e, register, base, 64)
+            rows = e.transpose([e.load(base, e.score, 64 * j) for j in range(SIDE)])
+            for r, row in enumerate(rows):
+                e.store(row, s, r * shape.s_row_bytes + 64 * register)
+
+    return _tile_intrinsic(types.void, (shape, *[types.int64] * 8), emit)
+
+
+@intrinsic(prefer_literal=True)
+def weigh_tiles(typing_context, shape, blocks, o, p, table, ahead, area, count):
+    """o += p . v for ``blocks`` x 16 rows: p bfloat16 (rows, TILE), zero up to the next 32 keys past ``count``.
+
+    Meanwhile the K rows in ``ahead``, one for each key, come towards the core.
+    """
+    n = blocks.literal_value
+
+    def emit(e: Emitter, o: Value, p: Value, table: Value, ahead: Value, area: Value, count: Value) -> None:
+        shape = e.shape
+        words = ir.VectorType(I32, SIDE)
+        zero = e.constant(words, 0)
+        chunks = shape.head_dim_v // shape.chunk
+        span = -(-shape.head_dim * shape.element_bytes // (64 * chunks)) * 64
+        halves = e.b.lshr(e.add(count, KEYS_A_CALL - 1), ir.Constant(I64, 5))
+        pairs = e.b.shl(halves, ir.Constant(I64, 4))
+        odd_area = 2 * TILE_BYTES
+
+        def chunk(c: Value, carried: list[Value]) -> list[Value]:
+            inside, asked = e.b.shl(c, ir.Constant(I64, 6)), e.b.mul(c, ir.Constant(I64, span))
+
+            def pair(i: Value, carried: list[Value]) -> list[Value]:
+                rows = []
+                for k in (0, 1):
+                    j = e.add(e.b.shl(i, ir.Constant(I64, 1)), k)
+                    e.prefetch(e.b.add(e.load(e.scaled(ahead, j, 8), I64), asked), 0, span)
+                    row = e.load(e.b.add(e.load(e.scaled(table, j, 8), I64), inside), words)
+                    rows.append(e.b.select(e.b.icmp_signed("<", j, count), row, zero))
+                to = e.scaled(area, i, 64)
+                low = e.b.and_(rows[0], e.constant(words, 0xFFFF))
+                e.store(e.b.or_(low, e.b.shl(rows[1], e.constant(words, 16))), to)
+                e.store(_side_by_side(e, e.b.lshr(rows[0], e.constant(words, 16)), rows[1]), to, odd_area)
+                return []
+
+            e.loop(pairs, pair)
+            for parity in (0, 1):
+                columns = e.add(e.scaled(o, c, 2 * 64), 64 * parity)
+                for block in range(n):
+                    _load_tile(e, block, e.add(columns, block * SIDE * shape.o_row_bytes), shape.o_row_bytes)
+
+                def half(h: Value, carried: list[Value], parity: int = parity) -> list[Value]:
+                    _load_tile(e, 4, e.add(e.scaled(area, h, TILE_BYTES), parity * odd_area), 64)
+                    for block in range(n):
+                        weights = e.add(e.scaled(p, h, 64), block * SIDE * 2 * TILE)
+                        _load_tile(e, 2 + block, weights, 2 * TILE)
+                        _multiply(e, block, 2 + block, 4)
+                    return []
+
+                e.loop(halves, half)
+                for block in range(n):
+                    _store_tile(e, block, e.add(columns, block * SIDE * shape.o_row_bytes), shape.o_row_bytes)
+            return []
+
+        e.loop(ir.Constant(I64, chunks), chunk)
+
+    return _tile_intrinsic(types.void, (shape, blocks, *[types.int64] * 6), emit)
