@@ -24,6 +24,7 @@ from flashdecoding.cpu.rows import (
     load,
     non_finite_row,
     prefetch_rows,
+    prefetch_v,
     row_alibi,
     row_exponentials,
     row_maximum,
@@ -294,6 +295,10 @@ def attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead,
         adjust_scores(shape, args, seq, head, first_row + r, s, count, scratch, differ, r)
         weights = scratch + fact(shape, "scratch_weights") + r * TILE * 2
         padded = padded_count(shape, count)
+        if fact(shape, "matrix") and rows >= MATRIX_ROWS:  # the half of the V rows that the scores did not ask for
+            v = scratch + fact(shape, "scratch_v")
+            for j in range(padded // 2 * r // rows, padded // 2 * (r + 1) // rows):
+                prefetch_v(shape, load("int64", v, j + SIDE * (1 + j // SIDE)))
         softmax_step(shape, s, padded, factor, ml + 16 * r, o + r * fact(shape, "o_row_bytes"), weights)
     if differ and any_non_finite(shape, count, scratch):
         weigh_seen_values(shape, rows, count, scratch, o)

@@ -39,6 +39,12 @@ def _call(e: Emitter, name: str, *arguments: Value) -> None:
     e.b.call(cgutils.get_or_insert_function(e.b.module, ty, f"llvm.x86.{name}"), arguments)
 
 
+def _entry(e: Emitter, table: Value, row: Value, count: Value) -> Value:
+    """Address of a row, or of the last of ``count``."""
+    last = e.add(count, -1)
+    return e.load(e.scaled(table, e.b.select(e.b.icmp_signed("<", row, last), row, last), 8), I64)
+
+
 def _register(number: int) -> Value:
     return ir.Constant(I8, number)
 
@@ -135,7 +141,7 @@ def evenly_spaced(typing_context, table):
 def tile_scores(typing_context, shape, s, queries, first, first_step, second, second_step, area, ahead):
     """s[r, j] = q[r] . k[j] for 16 queries (as paired columns) and 2 x 16 keys, each 16 a base address and a step.
 
-    ``area`` takes two tiles in between. Meanwhile the V rows in ``ahead``, one for each key, come towards the core.
+    ``area`` takes two tiles in between. Meanwhile the first 16 V rows in ``ahead`` come towards the core.
     """
 
     def emit(
@@ -151,18 +157,19 @@ def tile_scores(typing_context, shape, s, queries, first, first_step, second, se
     ) -> None:
         shape = e.shape
         chunks = shape.head_dim // shape.chunk
-        span = -(-shape.head_dim_v * shape.element_bytes // (64 * chunks)) * 64
+        rows_a_turn, row_bytes = -(-SIDE // chunks), shape.head_dim_v * shape.element_bytes
         for register in (0, 1):
             _call(e, "tilezero", _register(register))
 
         def chunk(c: Value, carried: list[Value]) -> list[Value]:
-            inside, asked = e.b.shl(c, ir.Constant(I64, 6)), e.b.mul(c, ir.Constant(I64, span))
+            inside = e.b.shl(c, ir.Constant(I64, 6))
             _load_tile(e, 4, e.scaled(queries, c, TILE_BYTES), 64)
             for register, base, step in ((2, first, first_step), (3, second, second_step)):
                 _load_tile(e, register, e.b.add(base, inside), step)
                 _multiply(e, register - 2, register, 4)
-            for j in range(KEYS_A_CALL):
-                e.prefetch(e.b.add(e.load(ahead, I64, 8 * j), asked), 0, span)
+            for k in range(rows_a_turn):
+                row = e.add(e.b.mul(c, ir.Constant(I64, rows_a_turn)), k)
+                e.prefetch(_entry(e, ahead, row, ir.Constant(I64, SIDE)), 0, row_bytes)
             return []
 
         e.loop(ir.Constant(I64, chunks), chunk)
@@ -189,19 +196,26 @@ def weigh_tiles(typing_context, shape, blocks, o, p, table, ahead, area, count):
         words = ir.VectorType(I32, SIDE)
         zero = e.constant(words, 0)
         chunks = shape.head_dim_v // shape.chunk
-        span = -(-shape.head_dim * shape.element_bytes // (64 * chunks)) * 64
+        row_lines = -(-shape.head_dim * shape.element_bytes // 64)
+        pair_lines = -(-TILE * row_lines // (chunks * TILE // 2))
         halves = e.b.lshr(e.add(count, KEYS_A_CALL - 1), ir.Constant(I64, 5))
         pairs = e.b.shl(halves, ir.Constant(I64, 4))
         odd_area = 2 * TILE_BYTES
 
         def chunk(c: Value, carried: list[Value]) -> list[Value]:
-            inside, asked = e.b.shl(c, ir.Constant(I64, 6)), e.b.mul(c, ir.Constant(I64, span))
+            inside = e.b.shl(c, ir.Constant(I64, 6))
 
             def pair(i: Value, carried: list[Value]) -> list[Value]:
-                rows = []
+                rows, turn = [], e.b.add(e.b.mul(c, pairs), i)
+                for k in range(pair_lines):
+                    line = e.add(e.b.mul(turn, ir.Constant(I64, pair_lines)), k)
+                    row, within = (
+                        e.b.udiv(line, ir.Constant(I64, row_lines)),
+                        e.b.urem(line, ir.Constant(I64, row_lines)),
+                    )
+                    e.prefetch(e.scaled(_entry(e, ahead, row, count), within, 64), 0, 64)
                 for k in (0, 1):
                     j = e.add(e.b.shl(i, ir.Constant(I64, 1)), k)
-                    e.prefetch(e.b.add(e.load(e.scaled(ahead, j, 8), I64), asked), 0, span)
                     row = e.load(e.b.add(e.load(e.scaled(table, j, 8), I64), inside), words)
                     rows.append(e.b.select(e.b.icmp_signed("<", j, count), row, zero))
                 to = e.scaled(area, i, 64)

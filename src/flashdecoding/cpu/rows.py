@@ -107,6 +107,16 @@ def prefetch_rows(typing_context, shape, table, count):
 
 
 @intrinsic(prefer_literal=True)
+def prefetch_v(typing_context, shape, row):
+    """Bring a V row towards the core."""
+
+    def emit(e: Emitter, row: Value) -> None:
+        e.prefetch(row, 0, e.shape.head_dim_v * e.shape.element_bytes)
+
+    return vector_intrinsic(types.void, (shape, address), emit)
+
+
+@intrinsic(prefer_literal=True)
 def widen_row(typing_context, shape, packed, row, sign):
     """packed[:] = sign * row (1, 0 or -1): a row of q or k (own dtype, adjacent elements) as padded scores."""
 
