@@ -16,14 +16,25 @@ from __future__ import annotations
 import math
 
 from flashdecoding.cpu.arguments import argument, sequence_field
-from flashdecoding.cpu.matrix import SIDE, begin_tiles, end_tiles, evenly_spaced, tile_scores, weigh_tiles
+from flashdecoding.cpu.matrix import (
+    SIDE,
+    begin_tiles,
+    end_tiles,
+    evenly_spaced,
+    move_maxima,
+    round_weights,
+    scores_by_rows,
+    tile_scores,
+    weigh_tiles,
+    weights_by_rows,
+)
 from flashdecoding.cpu.products import KEYS, dots, square_dots, weigh
 from flashdecoding.cpu.rows import (
     add_row,
     fetch_add,
     load,
     non_finite_row,
-    prefetch_rows,
+    prefetch_k,
     prefetch_v,
     row_alibi,
     row_exponentials,
@@ -92,6 +103,12 @@ def adjust_scores(shape, args, seq, head, row, s, count, scratch, differ, r):
 
 
 @kernel
+def by_tiles(shape, rows):
+    """Whether a block of rows is multiplied on the matrix unit."""
+    return fact(shape, "matrix") != 0 and rows >= MATRIX_ROWS
+
+
+@kernel
 def padded_count(shape, count):
     padding = fact(shape, "padding")
     return (count + padding - 1) // padding * padding
@@ -109,16 +126,17 @@ def fill_anchors(shape, args, seq, first_row, rows, first, stop, scratch):
 
 @inlined
 def finish_maxima(shape, args, seq, head, first_row, rows, scratch, ml):
-    """m of the rows of a unit in log2 units, with the part of an ALiBi bias that all its keys share."""
+    """m and l of the rows of a unit leave: m in log2 units, with the part of an ALiBi bias that all its keys share."""
     factor = score_factor(args)
     for r in range(rows):
-        m = load("float64", ml, 2 * r)
+        m = load("float64", scratch + fact(shape, "scratch_m"), r)
         if m > -math.inf:
             m *= factor
             if argument(args, "alibi"):
                 anchor = load("float64", scratch + fact(shape, "scratch_anchor"), r)
                 m -= row_slope(args, seq, head, first_row + r) * anchor
-            store("float64", ml, 2 * r, m)
+        store("float64", ml, 2 * r, m)
+        store("float64", ml, 2 * r + 1, load("float64", scratch + fact(shape, "scratch_l"), r))
 
 
 @kernel
@@ -140,17 +158,61 @@ def fill_offsets(shape, args, seq, count, scratch):
 
 
 @kernel
-def softmax_step(shape, s, count, factor, ml, o, weights):
+def softmax_step(shape, s, count, factor, m, l, o):
     """One step of online softmax (2.4.1) on a row: scores become weights; m, l and o move to the new maximum."""
-    m, top = load("float64", ml, 0), row_maximum(shape, s, count)
-    if top > m:
-        shrink = 2.0 ** ((m - top) * factor)
+    base, top = load("float64", m, 0), row_maximum(shape, s, count)
+    if top > base:
+        shrink = 2.0 ** ((base - top) * factor)
         scale_row(shape, o, shrink)
-        store("float64", ml, 0, top)
-        store("float64", ml, 1, load("float64", ml, 1) * shrink)
-        m = top
-    base = m if m > -math.inf else 0.0
-    store("float64", ml, 1, load("float64", ml, 1) + row_exponentials(shape, s, count, base, factor, weights))
+        store("float64", m, 0, top)
+        store("float64", l, 0, load("float64", l, 0) * shrink)
+        base = top
+    if base == -math.inf:
+        base = 0.0
+    store("float64", l, 0, load("float64", l, 0) + row_exponentials(shape, s, count, base, factor))
+
+
+@kernel
+def softmax_tiles(shape, rows, count, factor, scratch, o):
+    """The same for all rows of a tile on the matrix unit, straight from its scores to the weights it takes."""
+    v, area = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_tiles") + 128
+    m, l = scratch + fact(shape, "scratch_m"), scratch + fact(shape, "scratch_l")
+    shrink, weights = scratch + fact(shape, "scratch_shrink"), scratch + fact(shape, "scratch_weights")
+    for r in range(0, rows, SIDE):
+        s = scratch + fact(shape, "scratch_key_rows") + r * fact(shape, "s_row_bytes")
+        at = 8 * r
+        if move_maxima(shape, s, count, factor, m + at, l + at, shrink + at):
+            for row in range(r, min(r + SIDE, rows)):
+                by = load("float64", shrink, row)
+                if by != 1.0:
+                    scale_row(shape, o + row * fact(shape, "o_row_bytes"), by)
+        to = weights + r * TILE * 2
+        if rows > SIDE:
+            coming = v + 8 * (SIDE + r // 2)
+            weights_by_rows(shape, s, count, factor, m + at, l + at, to, area, 8, coming)
+        else:
+            weights_by_rows(shape, s, count, factor, m + at, l + at, to, area, 16, v + 8 * SIDE)
+
+
+@kernel
+def softmax_rows(shape, args, seq, head, first_row, rows, count, scratch, differ, o):
+    """The step row by row, for scores that need more than a scale, and without a matrix unit."""
+    scores, v = scratch + fact(shape, "scratch_s"), scratch + fact(shape, "scratch_v")
+    padded, factor = padded_count(shape, count), score_factor(args)
+    tiles = by_tiles(shape, rows)
+    if tiles:
+        for j in range(0, padded, 2 * SIDE):  # the half of the V rows that the scores did not ask for
+            prefetch_v(shape, v + 8 * (j + SIDE), SIDE)
+        for r in range(0, rows, SIDE):
+            skip = r * fact(shape, "s_row_bytes")
+            scores_by_rows(shape, scores + skip, scratch + fact(shape, "scratch_key_rows") + skip, padded)
+    for r in range(rows):
+        s, at = scores + r * fact(shape, "s_row_bytes"), scratch + 8 * r
+        adjust_scores(shape, args, seq, head, first_row + r, s, count, scratch, differ, r)
+        m, l = at + fact(shape, "scratch_m"), at + fact(shape, "scratch_l")
+        softmax_step(shape, s, padded, factor, m, l, o + r * fact(shape, "o_row_bytes"))
+        if tiles:
+            round_weights(shape, scratch + fact(shape, "scratch_weights") + r * TILE * 2, s, padded)
 
 
 @kernel
@@ -169,17 +231,20 @@ def left_operand(shape, table, copy):
 
 @kernel
 def score_tiles(shape, square_rows, padded, k, scratch):
-    """scores = q . k on the matrix unit."""
-    v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
-    columns, area = scratch + fact(shape, "scratch_columns"), scratch + fact(shape, "scratch_tiles") + 128
+    """scores by keys = q . k on the matrix unit."""
+    v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_key_rows")
+    columns = scratch + fact(shape, "scratch_columns")
     copies, half_bytes = scratch + fact(shape, "scratch_wide"), SIDE * fact(shape, "head_dim") * 2
     for j in range(0, padded, 2 * SIDE):
         first, first_step = left_operand(shape, k + 8 * j, copies)
         second, second_step = left_operand(shape, k + 8 * (j + SIDE), copies + half_bytes)
         for r in range(0, square_rows, SIDE):
-            to = s + r * fact(shape, "s_row_bytes") + j * 4
+            to = s + r * fact(shape, "s_row_bytes") + j * 64
             queries = columns + r * fact(shape, "q_row_bytes")
-            tile_scores(shape, to, queries, first, first_step, second, second_step, area, v + 8 * j)
+            if square_rows > SIDE:
+                tile_scores(shape, to, queries, first, first_step, second, second_step, 8, v + 8 * (j + r // 2))
+            else:
+                tile_scores(shape, to, queries, first, first_step, second, second_step, 16, v + 8 * j)
 
 
 @kernel
@@ -221,7 +286,7 @@ def score_keys(shape, rows, count, k, scratch):
 def weigh_values(shape, rows, count, ahead, scratch, o):
     """o += weights . v for a tile, while K rows of the next tile are on their way."""
     v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
-    if fact(shape, "matrix") and rows >= MATRIX_ROWS:
+    if by_tiles(shape, rows):
         p, area = scratch + fact(shape, "scratch_weights"), scratch + fact(shape, "scratch_tiles") + 128
         if rows > SIDE:
             weigh_tiles(shape, 2, o, p, v, ahead, area, count)
@@ -267,7 +332,7 @@ def weigh_seen_values(shape, rows, count, scratch, o):
 
 
 @inlined
-def attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead, scratch, ml, o):
+def attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead, scratch, o):
     """One tile of keys [first, first + count) for all rows of a block."""
     keys, differ = scratch + fact(shape, "scratch_keys"), False
     fill_v(args, seq, head, first, count, scratch + fact(shape, "scratch_v"))
@@ -289,42 +354,62 @@ def attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead,
     score_keys(shape, rows, count, k, scratch)
     if argument(args, "alibi"):
         fill_offsets(shape, args, seq, count, scratch)
-    factor = score_factor(args)
-    for r in range(rows):
-        s = scratch + fact(shape, "scratch_s") + r * fact(shape, "s_row_bytes")
-        adjust_scores(shape, args, seq, head, first_row + r, s, count, scratch, differ, r)
-        weights = scratch + fact(shape, "scratch_weights") + r * TILE * 2
-        padded = padded_count(shape, count)
-        if fact(shape, "matrix") and rows >= MATRIX_ROWS:  # the half of the V rows that the scores did not ask for
-            v = scratch + fact(shape, "scratch_v")
-            for j in range(padded // 2 * r // rows, padded // 2 * (r + 1) // rows):
-                prefetch_v(shape, load("int64", v, j + SIDE * (1 + j // SIDE)))
-        softmax_step(shape, s, padded, factor, ml + 16 * r, o + r * fact(shape, "o_row_bytes"), weights)
+    if differ or argument(args, "alibi") or argument(args, "inverse_softcap") != 0.0 or not by_tiles(shape, rows):
+        softmax_rows(shape, args, seq, head, first_row, rows, count, scratch, differ, o)
+    else:
+        softmax_tiles(shape, rows, count, score_factor(args), scratch, o)
     if differ and any_non_finite(shape, count, scratch):
         weigh_seen_values(shape, rows, count, scratch, o)
     else:
         weigh_values(shape, rows, count, ahead, scratch, o)
 
 
-@inlined
-def split_unit(shape, args, unit, scratch):
-    """Stage 1 for one unit: the partial state of a row block over one split."""
-    kv_heads = argument(args, "kv_heads")
-    work, head = divmod(unit, kv_heads)
+@kernel
+def locate_unit(args, unit):
+    """Sequence, kv head, row block and split of a unit."""
+    work, head = divmod(unit, argument(args, "kv_heads"))
     seq = find_sequence(args, UNIT_BASE, work)
     block, split = divmod(work - sequence_field(seq, "unit_base"), sequence_field(seq, "splits"))
+    return seq, head, block, split
+
+
+@inlined
+def claim_unit(args):
+    return fetch_add(argument(args, "counters") + 8, 1)
+
+
+@kernel
+def fill_first_k(args, unit, table):
+    """Addresses of the K rows with which a unit most likely begins; returns how many."""
+    if unit >= argument(args, "units"):
+        return 0
+    seq, head, _, split = locate_unit(args, unit)
+    first = sequence_field(seq, "first") + split * sequence_field(seq, "split_keys")
+    count = min(TILE, sequence_field(seq, "split_keys"), sequence_field(seq, "kv_end") - first)
+    fill_k(args, seq, head, first, count, table)
+    return max(count, 0)
+
+
+@inlined
+def split_unit(shape, args, unit, asked, scratch):
+    """Stage 1 for one unit: the partial state of a row block over one split.
+
+    ``asked`` K rows of it are on their way. Returns the next unit and the same of that: it is claimed when the last
+    tile begins, so that memory is never idle.
+    """
+    seq, head, block, split = locate_unit(args, unit)
     all_rows = argument(args, "group_size") * sequence_field(seq, "q_len")
     first_row = block * MAX_ROWS
     rows = min(MAX_ROWS, all_rows - first_row)
-    part = sequence_field(seq, "part_base") + (split * kv_heads + head) * all_rows + first_row
+    part = sequence_field(seq, "part_base") + (split * argument(args, "kv_heads") + head) * all_rows + first_row
     part_o = argument(args, "part_o") + part * fact(shape, "o_row_bytes")
-    ml = argument(args, "part_ml") + part * 16
-    by_tiles = fact(shape, "matrix") and rows >= MATRIX_ROWS
-    o = scratch + fact(shape, "scratch_rows_o") if by_tiles else part_o  # tiles have 16 rows, units any number
+    tiles = by_tiles(shape, rows)
+    o = scratch + fact(shape, "scratch_rows_o") if tiles else part_o  # tiles have 16 rows, units any number
+    for r in range(MAX_ROWS):
+        store("float64", scratch + fact(shape, "scratch_m"), r, -math.inf if r < rows else math.inf)
+        store("float64", scratch + fact(shape, "scratch_l"), r, 0.0)
     for r in range(rows):
         zero_row(shape, o + r * fact(shape, "o_row_bytes"))
-        store("float64", ml, 2 * r, -math.inf)
-        store("float64", ml, 2 * r + 1, 0.0)
     lowest, highest = pack_queries(shape, args, seq, head, first_row, rows, scratch)
     first = sequence_field(seq, "first") + split * sequence_field(seq, "split_keys")
     stop = min(highest, first + sequence_field(seq, "split_keys"))
@@ -332,37 +417,44 @@ def split_unit(shape, args, unit, scratch):
     k, ahead = scratch + fact(shape, "scratch_k"), scratch + fact(shape, "scratch_next")
     coming = min(TILE, stop - first)
     fill_k(args, seq, head, first, coming, ahead)
-    prefetch_rows(shape, ahead, coming)
+    prefetch_k(shape, ahead + 8 * asked, coming - asked)
+    unit, asked = -1, 0
     if argument(args, "alibi"):
         fill_anchors(shape, args, seq, first_row, rows, first, stop, scratch)
     while first < stop:
         k, ahead, count = ahead, k, coming
         coming = min(TILE, stop - first - count)
-        fill_k(args, seq, head, first + count, coming, ahead)
-        for j in range(max(coming, 0), count):
+        if coming > 0:
+            filled = coming
+            fill_k(args, seq, head, first + count, coming, ahead)
+        else:
+            unit = claim_unit(args)
+            filled = fill_first_k(args, unit, ahead)
+            asked = min(filled, count)
+        for j in range(filled, count):
             store("int64", ahead, j, load("int64", k, 0))
-        attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead, scratch, ml, o)
+        attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead, scratch, o)
         first += count
-    finish_maxima(shape, args, seq, head, first_row, rows, scratch, ml)
-    if by_tiles:
+    finish_maxima(shape, args, seq, head, first_row, rows, scratch, argument(args, "part_ml") + part * 16)
+    if tiles:
         for r in range(rows):
             zero_row(shape, part_o + r * fact(shape, "o_row_bytes"))
             add_row(shape, part_o + r * fact(shape, "o_row_bytes"), o + r * fact(shape, "o_row_bytes"), 1.0)
+    if unit < 0:
+        unit = claim_unit(args)
+    return unit, asked
 
 
 @inlined
 def run_splits(shape, args):
     """Stage 1 on one thread: units until none is left."""
-    counters = argument(args, "counters")
-    scratch = argument(args, "scratch") + fetch_add(counters, 1) * argument(args, "scratch_stride")
-    units = argument(args, "units")
+    scratch = argument(args, "scratch") + fetch_add(argument(args, "counters"), 1) * argument(args, "scratch_stride")
     registers = scratch + fact(shape, "scratch_tiles")
     if fact(shape, "matrix"):
         begin_tiles(shape, registers, registers + 64)
-    unit = fetch_add(counters + 8, 1)
-    while unit < units:
-        split_unit(shape, args, unit, scratch)
-        unit = fetch_add(counters + 8, 1)
+    unit, asked = claim_unit(args), 0
+    while unit < argument(args, "units"):
+        unit, asked = split_unit(shape, args, unit, asked, scratch)
     if fact(shape, "matrix"):
         end_tiles(shape, registers)
 

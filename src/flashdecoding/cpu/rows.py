@@ -92,28 +92,25 @@ def fill_rows(typing_context, table, first, step, count):
 
 
 @intrinsic(prefer_literal=True)
-def prefetch_rows(typing_context, shape, table, count):
+def prefetch_k(typing_context, shape, table, count):
     """Bring the first ``count`` K rows of a table towards the core."""
+    return _prefetch_rows(shape, shape.shape.head_dim)
 
+
+@intrinsic(prefer_literal=True)
+def prefetch_v(typing_context, shape, table, count):
+    return _prefetch_rows(shape, shape.shape.head_dim_v)
+
+
+def _prefetch_rows(shape: Any, width: int) -> Any:
     def emit(e: Emitter, table: Value, count: Value) -> None:
         def body(j: Value, carried: list[Value]) -> list[Value]:
-            row = e.load(e.b.add(table, e.b.shl(j, ir.Constant(I64, 3))), I64)
-            e.prefetch(row, 0, e.shape.head_dim * e.shape.element_bytes)
+            e.prefetch(e.load(e.scaled(table, j, 8), I64), 0, width * e.shape.element_bytes)
             return []
 
         e.loop(count, body)
 
     return vector_intrinsic(types.void, (shape, address, types.int64), emit)
-
-
-@intrinsic(prefer_literal=True)
-def prefetch_v(typing_context, shape, row):
-    """Bring a V row towards the core."""
-
-    def emit(e: Emitter, row: Value) -> None:
-        e.prefetch(row, 0, e.shape.head_dim_v * e.shape.element_bytes)
-
-    return vector_intrinsic(types.void, (shape, address), emit)
 
 
 @intrinsic(prefer_literal=True)
@@ -154,29 +151,24 @@ def row_maximum(typing_context, shape, s, count):
 
 
 @intrinsic(prefer_literal=True)
-def row_exponentials(typing_context, shape, s, count, base, factor, weights):
+def row_exponentials(typing_context, shape, s, count, base, factor):
     """s[0:count] = 2**((s - base) * factor); returns their sum, as a float64 that holds a ``sums`` value.
-
-    Where tiles are multiplied on the matrix unit, they are also rounded to bfloat16 into ``weights``.
 
     Scaling the difference, and not the scores, keeps the error of the scale away from large scores.
     """
 
-    def emit(e: Emitter, s: Value, count: Value, base: Value, factor: Value, weights: Value) -> Value:
+    def emit(e: Emitter, s: Value, count: Value, base: Value, factor: Value) -> Value:
         m, scale = (e.splat(e.convert(x, e.score.element)) for x in (base, factor))
 
         def body(at: Value, vs: list[Value]) -> list[Value]:
             p = e.exp2(e.b.fmul(e.b.fsub(e.load(at, e.score), m), scale))
             e.store(p, at)
-            if e.shape.matrix:
-                half = e.b.lshr(e.b.sub(at, s), ir.Constant(I64, 1))
-                e.store(e.round_bfloat16(p), e.b.add(weights, half))
             return [e.b.fadd(vs[0], e.convert(p, e.sum))]
 
         (total,) = _each_vector(e, s, count, body, [e.constant(e.sum, 0.0)])
         return e.convert(e.fold([total], e.b.fadd), FLOATS["float64"])
 
-    return vector_intrinsic(types.float64, (shape, address, types.int64, types.float64, types.float64, address), emit)
+    return vector_intrinsic(types.float64, (shape, address, types.int64, types.float64, types.float64), emit)
 
 
 @intrinsic(prefer_literal=True)

@@ -163,13 +163,32 @@ class KernelShape(NamedTuple):
         return 32 if self.matrix else self.lanes
 
     @property
-    def scratch_tiles(self) -> int:
-        """For the matrix unit: two configurations of its registers and four right operands; then weights and o rows."""
+    def scratch_m(self) -> int:
+        """A unit's m, l, and what its last tile shrinks them by, each (MAX_ROWS,) of float64."""
         return self.scratch_seen + MAX_ROWS * TILE
 
     @property
-    def scratch_weights(self) -> int:
+    def scratch_l(self) -> int:
+        return self.scratch_m + 8 * MAX_ROWS
+
+    @property
+    def scratch_shrink(self) -> int:
+        return self.scratch_l + 8 * MAX_ROWS
+
+    @property
+    def scratch_tiles(self) -> int:
+        """For the matrix unit: two configurations of its registers and four right operands; then what it works on."""
+        return self.scratch_shrink + 8 * MAX_ROWS
+
+    @property
+    def scratch_key_rows(self) -> int:
+        """Scores by keys, (MAX_ROWS / 16, TILE, 16)."""
         return self.scratch_tiles + (128 + 4096 if self.matrix else 0)
+
+    @property
+    def scratch_weights(self) -> int:
+        """Weights as bfloat16 (MAX_ROWS, TILE), then rows of o."""
+        return self.scratch_key_rows + (MAX_ROWS * self.s_row_bytes if self.matrix else 0)
 
     @property
     def scratch_rows_o(self) -> int:

@@ -222,11 +222,6 @@ class Emitter:
     def _store_valid(self, row: Value, address: Value, valid: int) -> None:
         self.store(row if valid == row.type.count else self.shuffle(row, row, range(valid)), address)
 
-    def round_bfloat16(self, v: Value) -> Value:
-        """float32 to bfloat16, as 16-bit integers."""
-        words = self._round_bfloat16(v)
-        return self.b.trunc(self.b.lshr(words, self.constant(words.type, 16)), ir.VectorType(I16, self.lanes))
-
     def _round_bfloat16(self, v: Value) -> Value:
         """float32 bits whose upper half is the nearest bfloat16 (ties to even); NaN stays NaN."""
         integer = ir.VectorType(I32, self.lanes)
