@@ -143,18 +143,20 @@ def read_lengths(refusal: Refusal, lengths: Lengths, batch: int, most: int | Non
 
 def refuse_quantised(caller: str, k_scale: Any, v_scale: Any, k_zero: Any, v_zero: Any) -> None:
     """No backend reads quantised caches yet."""
+    if k_scale is None and v_scale is None and k_zero is None and v_zero is None:
+        return
     named = {"k_scale": k_scale, "v_scale": v_scale, "k_zero": k_zero, "v_zero": v_zero}
     given = ", ".join(name for name, value in named.items() if value is not None)
-    if given:
-        raise NotImplementedError(
-            f"{caller}: {given}: quantised caches have no backend yet; k and v must have q's dtype"
-        )
+    raise NotImplementedError(f"{caller}: {given}: quantised caches have no backend yet; k and v must have q's dtype")
 
 
 def refuse_grad(caller: str, tensors: Iterable[Any]) -> None:
     """Forward only: raises where autograd would expect a gradient."""
-    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-        raise ValueError(f"{caller}: computes no gradients, but an input requires grad; call it under torch.no_grad()")
+    if not torch.is_grad_enabled():
+        return
+    for t in tensors:  # not a generator: this is a part of every call's fixed cost
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            raise ValueError(f"{caller}: an input requires grad, and no gradients are computed; use torch.no_grad()")
 
 
 def refuse_without_backend(caller: str, device: torch.device) -> None:

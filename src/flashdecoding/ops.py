@@ -37,9 +37,9 @@ for _schema in (
 
 def empty_output(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
     """(batch, heads, q_len, head_dim_v) whose axes lie in memory in the order of q's."""
+    if head_dim_v == q.shape[3]:
+        return torch.empty_like(q)
     shape = (*q.shape[:3], head_dim_v)
-    if q.is_contiguous():
-        return q.new_empty(shape)
     stride = q.stride()
     order = sorted(range(4), key=lambda axis: (-stride[axis], axis))
     packed = q.new_empty([shape[axis] for axis in order])
@@ -87,14 +87,14 @@ def bind(decode: Callable[..., Any], partial: Callable[..., Any]) -> None:
         torch.library.register_fake(f"flashdecoding::{name}", fake, lib=_library)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def traced(*tensors: Any) -> bool:
+def traced(q: Any, k: Any, v: Any) -> bool:
     """Whether a call is being recorded, or has tensors that only the dispatcher understands."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    return any(type(t) not in _PLAIN and isinstance(t, torch.Tensor) for t in tensors)
+    plain = torch.Tensor
+    if type(q) is plain and type(k) is plain and type(v) is plain:
+        return False
+    return any(isinstance(t, plain) and type(t) not in (plain, torch.nn.Parameter) for t in (q, k, v))
 
 
 def _numbers(value: Any, batch: int) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from flashdecoding.cpu.compiled import workers
 from flashdecoding.cpu.kernels import LOG2_E
 from flashdecoding.cpu.shape import MAX_ROWS, kernel_shape
 from flashdecoding.cpu.threads import Worker, run_parallel
+from flashdecoding.cpu.workspace import borrow, give_back
 from flashdecoding.refusal import Refusal
 from flashdecoding.state import AttentionState, state_dtype
 
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
     from flashdecoding.signature import Checked, Facts
 
 WHOLE = 1 << 62  # kv_block and kv_stride of keys that stand without gaps
-THREAD_WORK = (
-    1 << 19
-)  # work (see _threads) that takes a core some 30 us: less than that, and a second thread does not pay
+THREAD_WORK = 1 << 19  # work (see _threads) of some 30 us on a core: with less, a second thread does not pay
 
 _DTYPE_NAMES = {
     torch.float16: "float16",
@@ -60,9 +59,7 @@ class Launch(NamedTuple):
     part_sums: int
     group_size: int
     key_work: int  # work of one key, over all heads and queries
-    q_step: (
-        int  # bytes from a sequence's queries to the next one's (ragged: from a query to the next); likewise out, lse
-    )
+    q_step: int  # bytes from a sequence's queries to the next one's (ragged: from a query to the next)
     out_step: int
     lse_step: int
 
@@ -99,8 +96,8 @@ def run(call: Call, cut: Cut, results: Results) -> None:
         _check_pages(call, call.page_table, table)
     threads = _threads(call, launch, units)
     part_bytes = -(-parts * (launch.part_o_bytes + 16) // 64) * 64
-    memory = torch.empty(part_bytes + threads * launch.scratch_stride + 64, dtype=torch.uint8, device="cpu")
-    base = (memory.data_ptr() + 63) // 64 * 64
+    workspace = borrow(part_bytes + threads * launch.scratch_stride)
+    base = workspace.base
     counters = (ctypes.c_int64 * 4)()
     alibi = (
         None
@@ -117,6 +114,7 @@ def run(call: Call, cut: Cut, results: Results) -> None:
     run_parallel(launch.split_worker, arguments, threads)
     merging = parts * launch.part_sums >= THREAD_WORK // 4
     run_parallel(launch.merge_worker, arguments, threads if merging else 1)
+    give_back(workspace)
 
 
 @functools.lru_cache(maxsize=4096)
