@@ -66,6 +66,7 @@ def test_sdpa_peers_are_right_and_timed(shape: str, dtype: str) -> None:
     expected = {OURS.name, "sdpa"} if shape == "2x3/3x16x65" else {OURS.name, "sdpa", "sdpa-packed"}
     assert set(m.timings) == expected
     assert set(m.missing) == {"sdpa-packed"} - expected
+    assert m.peak_bytes >= m.row.partial_bytes  # what a call keeps for the next one counts
     assert m.own_bytes < bench.OWN_MEMORY_LIMIT
     assert m.ahead is not None
     assert m.ahead == m.timings[m.best_peer or ""].median / m.timings[OURS.name].median

@@ -13,6 +13,7 @@ from backends import decode, on_every_backend
 from torch import Tensor
 
 from flashdecoding import decode_attention, partial_attention, plan_decode
+from flashdecoding.cpu import workspace
 from flashdecoding.testing import Case, Problem, arrange, assert_same_bits, assert_within_bound, expect
 
 FP32 = (torch.float32, 64, 64)
@@ -243,6 +244,7 @@ def test_fork() -> None:
 PEAK = """
 import torch
 from flashdecoding import decode_attention
+from flashdecoding.cpu import workspace
 torch.set_num_threads(2)
 def resident(line):
     with open("/proc/self/status") as status:
@@ -255,6 +257,7 @@ out = torch.empty_like(q)
 for cache, options in (((k, v), {{}}), (pages, {{"page_table": table}})):
     for _ in range(2):
         decode_attention(q, *cache, out=out, seqlens=lens, **options)
+    workspace.release()
     with open("/proc/self/clear_refs", "w") as clear:
         clear.write("5")  # the peak of resident memory starts afresh
     before = resident("VmRSS")
@@ -273,6 +276,20 @@ def test_a_call_allocates_little(dtype: str, dim: int) -> None:
     partial_states = 2 * 8 * 64 * (dim + 4) * 4  # at most 64 splits a sequence
     assert contiguous < 1e6 + partial_states
     assert paged < 1e6 + partial_states
+
+
+def test_workspace_is_reused_and_never_shared() -> None:
+    workspace.release()
+    first, second = workspace.borrow(1000), workspace.borrow(1000)
+    assert abs(first.base - second.base) >= 1000
+    assert first.base % 64 == 0
+    workspace.give_back(first)
+    assert workspace.borrow(900) is first
+    workspace.give_back(first)
+    larger = workspace.borrow(1001)
+    assert larger.size >= 1001
+    workspace.give_back(workspace.borrow(workspace.KEPT_BYTES + 1))  # too large to keep
+    assert workspace.borrow(1).size == 1
 
 
 @on_every_backend

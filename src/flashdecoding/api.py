@@ -5,7 +5,9 @@ Formulas: `docs/algorithm.md`. What every backend promises: `tests/test_contract
 
 from __future__ import annotations
 
+import functools
 import itertools
+from types import ModuleType
 
 import torch
 
@@ -114,9 +116,7 @@ def decode_attention(
         out = ops.empty_output(q, call.checked.head_dim_v)
     else:
         check_out(call, out)
-    from flashdecoding.cpu.launch import decode
-
-    lse = decode(call, _cut(call, plan), out, return_lse)
+    lse = _cpu().decode(call, _cut(call, plan), out, return_lse)
     if given:
         torch.autograd.graph.increment_version(out)
     return out if lse is None else (out, lse)
@@ -198,9 +198,16 @@ def partial_attention(
         alibi_slopes=alibi_slopes, mask=mask, plan=plan, q_start=q_start, kv_start=kv_start, kv_block=kv_block,
         kv_stride=kv_stride,
     )  # fmt: skip
-    from flashdecoding.cpu.launch import partial_state
+    state: AttentionState = _cpu().partial_state(call, _cut(call, plan))
+    return state
 
-    return partial_state(call, _cut(call, plan))
+
+@functools.cache
+def _cpu() -> ModuleType:
+    """The CPU backend. Numba takes a while to import: the first call does, not ``import flashdecoding``."""
+    from flashdecoding.cpu import launch
+
+    return launch
 
 
 def _planned_lengths(caller: str, plan: SplitPlan, seqlens: Lengths | None) -> torch.Tensor:
@@ -216,9 +223,12 @@ def _cut(call: Call, plan: SplitPlan | None) -> Cut:
         return plan.cut
     checked = call.checked
     window = None if call.positioned else checked.window
-    offsets = call.q_offsets
-    q_lens = None if offsets is None else [end - begin for begin, end in itertools.pairwise(offsets)]
-    return cut_batch(call.seqlens, q_lens or [checked.q_len] * checked.batch, window, checked.kv_heads, CPU_MODEL)
+    offsets = call.spans.q_offsets
+    if offsets is None:
+        q_lens = (checked.q_len,) * checked.batch
+    else:
+        q_lens = tuple(end - begin for begin, end in itertools.pairwise(offsets))
+    return cut_batch(call.spans.seqlens, q_lens, window, checked.kv_heads, CPU_MODEL)
 
 
 ops.bind(decode_attention, partial_attention)

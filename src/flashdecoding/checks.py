@@ -24,8 +24,22 @@ Lengths = int | Sequence[int] | torch.Tensor
 _INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
+_MOST_KNOWN = 4096
+_known: dict[tuple[Any, ...], Checked] = {}
+
+
+class Spans(NamedTuple):
+    """Where each sequence's queries and keys are: tuples of ``batch`` numbers. Layers of a step share them."""
+
+    seqlens: tuple[int, ...]
+    kv_begin: tuple[int, ...] | None
+    q_offsets: tuple[int, ...] | None  # ragged: cu_q_lens
+    q_start: tuple[int, ...] | None  # position of the first query; None: the queries are the last positions of the keys
+    kv_start: tuple[int, ...] | None  # position of key 0; None: 0
+
+
 class Call(NamedTuple):
-    """A checked call. Per-sequence numbers are host lists of length ``batch``."""
+    """A checked call."""
 
     checked: Checked
     q: torch.Tensor
@@ -35,16 +49,12 @@ class Call(NamedTuple):
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     mask: torch.Tensor | None
-    seqlens: list[int]
-    kv_begin: list[int] | None
-    q_offsets: list[int] | None  # ragged: cu_q_lens
-    q_start: list[int] | None  # position of each sequence's first query; None: the last q_len positions of its keys
-    kv_start: list[int] | None  # position of key 0; None: 0
+    spans: Spans
 
     @property
     def positioned(self) -> bool:
         """Whether keys are a piece of the sequence, so that a window does not shrink the work beforehand."""
-        return self.q_start is not None or self.kv_start is not None
+        return self.spans.q_start is not None or self.spans.kv_start is not None
 
 
 def check_call(
@@ -74,46 +84,67 @@ def check_call(
     """Check everything the host can know. Raises one ValueError that names every reason."""
     if plan is not None and not hasattr(plan, "problem"):
         raise ValueError(f"{caller}: plan must be a SplitPlan (from plan_decode), got {type(plan).__name__}")
-    of, given = Facts.of, Facts.of_given
-    signature = Signature(
-        caller, of(q), of(k), of(v), given(page_table), given(cu_q_lens), max_q_len, scale, causal, window, softcap,
-        given(sinks), given(alibi_slopes), given(mask),
-        seqlens is not None or plan is not None, q_start is not None, kv_block, kv_stride,
-        (type(max_q_len), type(scale), type(causal), type(window), type(softcap), type(kv_block), type(kv_stride)),
-    )  # fmt: skip
-    try:
-        checked = check_signature(signature)
-    except TypeError:  # something unhashable among the numbers, which the checks refuse
-        checked = check_signature.__wrapped__(signature)
+    options = (max_q_len, scale, causal, window, softcap, kv_block, kv_stride)
+    tensors = (q, k, v, page_table, cu_q_lens, sinks, alibi_slopes, mask)
+    has_lengths = seqlens is not None or plan is not None
+    checked = _check_signature(caller, tensors, options, has_lengths, q_start is not None)
     batch, capacity = checked.batch, checked.capacity
     refusal = Refusal(caller)
 
-    def read(name: str, lengths: Lengths | None, most: int | None) -> list[int] | None:
+    def read(name: str, lengths: Lengths | None, most: int | None) -> tuple[int, ...] | None:
         return None if lengths is None else read_lengths(refusal, lengths, batch, most, name)
 
-    call = Call(
-        checked, q, k, v, page_table, sinks, alibi_slopes, mask,
-        seqlens=_read_seqlens(refusal, checked, seqlens, plan), kv_begin=read("kv_begin", kv_begin, capacity),
-        q_offsets=None if cu_q_lens is None else _read_offsets(refusal, signature, cu_q_lens.tolist()),
-        q_start=read("q_start", q_start, None),
-        kv_start=None if type(kv_start) is int and kv_start == 0 else read("kv_start", kv_start, None),
+    spans = Spans(
+        _read_seqlens(refusal, checked, seqlens, plan), read("kv_begin", kv_begin, capacity),
+        None if cu_q_lens is None else _read_offsets(refusal, checked.signature, cu_q_lens.tolist()),
+        read("q_start", q_start, None),
+        None if type(kv_start) is int and kv_start == 0 else read("kv_start", kv_start, None),
     )  # fmt: skip
     if refusal.reasons:
-        refusal.raise_if_any(str(signature))
+        refusal.raise_if_any(str(checked.signature))
+    call = Call(checked, q, k, v, page_table, sinks, alibi_slopes, mask, spans)
     if plan is not None and (plan.problem != checked.problem or call.positioned):
         check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, None if call.positioned else window)
     return call
 
 
-def host_lengths(lengths: Lengths, batch: int, most: int | None, caller: str, name: str = "seqlens") -> list[int]:
-    """Lengths as a list of ints: ``batch`` of them (a single number stands for all), each in [0, most]."""
+def _check_signature(
+    caller: str, tensors: tuple[Any, ...], options: tuple[Any, ...], has_lengths: bool, has_q_start: bool
+) -> Checked:  # fmt: skip
+    """What :func:`check_signature` says of a call, remembered."""
+    try:
+        facts = [t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in tensors]
+        # With their types: 1, 1.0 and True are equal, but not all of them are right.
+        key = (caller, *facts, *options, *map(type, options), has_lengths, has_q_start)
+        checked = _known.get(key)
+        if checked is not None:
+            return checked
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, or a kind without strides; an unhashable number
+        key = ()
+    q, k, v, page_table, cu_q_lens, sinks, alibi_slopes, mask = map(Facts.of_given, tensors)
+    max_q_len, scale, causal, window, softcap, kv_block, kv_stride = options
+    checked = check_signature(
+        Signature(
+            caller, q or Facts.of(None), k or Facts.of(None), v or Facts.of(None), page_table, cu_q_lens, max_q_len,
+            scale, causal, window, softcap, sinks, alibi_slopes, mask, has_lengths, has_q_start, kv_block, kv_stride,
+        )
+    )  # fmt: skip
+    if key:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = checked
+    return checked
+
+
+def host_lengths(lengths: Lengths, batch: int, most: int | None, caller: str, name: str = "seqlens") -> tuple[int, ...]:
+    """Lengths as ints: ``batch`` of them (a single number stands for all), each in [0, most]."""
     refusal = Refusal(caller)
     numbers = read_lengths(refusal, lengths, batch, most, name)
     refusal.raise_if_any()
     return numbers
 
 
-def read_lengths(refusal: Refusal, lengths: Lengths, batch: int, most: int | None, name: str) -> list[int]:
+def read_lengths(refusal: Refusal, lengths: Lengths, batch: int, most: int | None, name: str) -> tuple[int, ...]:
     """The same, reasons noted in ``refusal``."""
     if isinstance(lengths, torch.Tensor):
         whole = refusal.unless(
@@ -122,7 +153,7 @@ def read_lengths(refusal: Refusal, lengths: Lengths, batch: int, most: int | Non
         flat = refusal.unless(lengths.dim() <= 1, f"{name} must have shape ({batch},), got {tuple(lengths.shape)}")
         here = refusal.unless(lengths.device.type == "cpu", f"{name} must be on the CPU, got {lengths.device}")
         if not (whole and flat and here):
-            return []
+            return ()
         numbers: list[Any] = lengths.tolist() if lengths.dim() else [lengths.item()] * batch
     else:
         listed = isinstance(lengths, Iterable) and not isinstance(lengths, (str, bytes, set, frozenset, dict))
@@ -137,8 +168,8 @@ def read_lengths(refusal: Refusal, lengths: Lengths, batch: int, most: int | Non
         shown = ", ".join(f"{name}[{b}] = {n!r}" for b, n in bad[:8]) + (", ..." if len(bad) > 8 else "")
         limit = f"in [0, {LARGEST if most is None else most}]"
         refusal.unless(False, f"{name} must be whole numbers {limit}, got {shown}")
-        return numbers
-    return numbers if all(type(n) is int for n in numbers) else [int(n) for n in numbers]
+        return ()
+    return tuple(numbers) if all(type(n) is int for n in numbers) else tuple(int(n) for n in numbers)
 
 
 def refuse_quantised(caller: str, k_scale: Any, v_scale: Any, k_zero: Any, v_zero: Any) -> None:
@@ -193,7 +224,7 @@ def _overlaps(facts: Facts) -> bool:
     return False
 
 
-def _read_offsets(refusal: Refusal, s: Signature, offsets: list[int]) -> list[int]:
+def _read_offsets(refusal: Refusal, s: Signature, offsets: list[int]) -> tuple[int, ...]:
     """Offsets of packed queries; tokens of q past the last offset belong to no sequence."""
     tokens = s.q.shape[2]
     lens = [end - begin for begin, end in itertools.pairwise(offsets)]
@@ -203,10 +234,12 @@ def _read_offsets(refusal: Refusal, s: Signature, offsets: list[int]) -> list[in
     longest = max(lens, default=0)
     assert s.max_q_len is not None
     refusal.unless(longest <= s.max_q_len, f"max_q_len is {s.max_q_len}, but a sequence has {longest} queries")
-    return offsets
+    return tuple(offsets)
 
 
-def _read_seqlens(refusal: Refusal, checked: Checked, seqlens: Lengths | None, plan: SplitPlan | None) -> list[int]:
+def _read_seqlens(
+    refusal: Refusal, checked: Checked, seqlens: Lengths | None, plan: SplitPlan | None
+) -> tuple[int, ...]:
     batch, capacity = checked.batch, checked.capacity
     if plan is not None and plan.problem.batch == batch:
         planned = plan.lengths
@@ -215,9 +248,10 @@ def _read_seqlens(refusal: Refusal, checked: Checked, seqlens: Lengths | None, p
         if seqlens is not None:
             given = read_lengths(refusal, seqlens, batch, capacity, "seqlens")
             same = given == planned
-            refusal.unless(same, f"seqlens {given} differ from the plan's {planned}; call plan.update(seqlens)")
+            differ = f"seqlens {list(given)} differ from the plan's {list(planned)}"
+            refusal.unless(same, f"{differ}; call plan.update(seqlens)")
         return planned
-    return [capacity] * batch if seqlens is None else read_lengths(refusal, seqlens, batch, capacity, "seqlens")
+    return (capacity,) * batch if seqlens is None else read_lengths(refusal, seqlens, batch, capacity, "seqlens")
 
 
 def check_plan(

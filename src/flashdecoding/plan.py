@@ -6,7 +6,7 @@ state for each (split, kv head), stage 2 merges them. The rule looks at valid le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -56,25 +56,24 @@ class DecodeProblem(NamedTuple):
 class Cut(NamedTuple):
     """A batch's splits as host numbers; see :class:`SplitPlan` for each."""
 
-    first: list[int]
-    split_keys: list[int]
-    split_offsets: list[int]
+    first: tuple[int, ...]
+    split_keys: tuple[int, ...]
+    split_offsets: tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=256)
 def cut_batch(
-    lengths: Sequence[int], q_lens: Sequence[int], window: int | None, kv_heads: int, device: DeviceModel
+    lengths: tuple[int, ...], q_lens: tuple[int, ...], window: int | None, kv_heads: int, device: DeviceModel
 ) -> Cut:
     """Cut every sequence's keys in reach of its last ``q_len`` positions; the whole rule."""
-    cut = Cut([], [], [0])
-    total = 0
+    firsts, split_keys, offsets = [], [], [0]
     for length, q_len in zip(lengths, q_lens, strict=True):
         first = 0 if window is None else max(0, length - (q_len + window - 1))
         keys = device.split_keys(length - first, kv_heads)
-        total += -(-(length - first) // keys)
-        cut.first.append(first)
-        cut.split_keys.append(keys)
-        cut.split_offsets.append(total)
-    return cut
+        firsts.append(first)
+        split_keys.append(keys)
+        offsets.append(offsets[-1] - (first - length) // keys)
+    return Cut(tuple(firsts), tuple(split_keys), tuple(offsets))
 
 
 class SplitPlan:
@@ -107,8 +106,8 @@ class SplitPlan:
         self.batch_invariant = batch_invariant
         table = np.zeros((4, problem.batch + 1), np.int32)
         self._table = table
-        self.lengths: list[int] = [0] * problem.batch  # the same numbers once more, for calls on the host
-        self.cut = Cut([0] * problem.batch, [device.least_split] * problem.batch, [0] * (problem.batch + 1))
+        self.lengths: tuple[int, ...] = (0,) * problem.batch  # the same numbers once more, for calls on the host
+        self.cut = Cut((0,) * problem.batch, (device.least_split,) * problem.batch, (0,) * (problem.batch + 1))
         self.seqlens = torch.from_numpy(table[0, : problem.batch])
         self.first = _read_only(table[1, : problem.batch])
         self.split_keys = _read_only(table[2, : problem.batch])
@@ -122,12 +121,12 @@ class SplitPlan:
         """
         self.rewrite(host_lengths(seqlens, self.problem.batch, self.max_seqlen, "SplitPlan.update"))
 
-    def rewrite(self, lengths: Sequence[int]) -> None:
+    def rewrite(self, lengths: tuple[int, ...]) -> None:
         """:meth:`update` for lengths that are checked already."""
         batch = self.problem.batch
-        self.lengths = list(lengths)
+        self.lengths = lengths
         self.cut = cut_batch(
-            lengths, [self.problem.q_len] * batch, self.problem.window, self.problem.kv_heads, self.device
+            lengths, (self.problem.q_len,) * batch, self.problem.window, self.problem.kv_heads, self.device
         )
         self._table[0, :batch], self._table[1, :batch] = lengths, self.cut.first
         self._table[2, :batch], self._table[3] = self.cut.split_keys, self.cut.split_offsets
@@ -216,7 +215,7 @@ def plan_decode(
 
 
 def _rebuild(
-    problem: DecodeProblem, device: DeviceModel, max_seqlen: int, batch_invariant: bool, lengths: list[int]
+    problem: DecodeProblem, device: DeviceModel, max_seqlen: int, batch_invariant: bool, lengths: tuple[int, ...]
 ) -> SplitPlan:
     plan = SplitPlan(problem, device, max_seqlen=max_seqlen, batch_invariant=batch_invariant)
     plan.rewrite(lengths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -62,7 +61,6 @@ class Signature(NamedTuple):
     has_q_start: bool
     kv_block: int | None
     kv_stride: int | None
-    types: tuple[type, ...]  # of the numbers: 1, 1.0 and True are equal, but not all of them are right
 
     def __str__(self) -> str:
         return f"q {self.q}, k {self.k}, v {self.v}"
@@ -94,7 +92,6 @@ class Checked:
     problem: tuple[Any, ...]  # equal to the DecodeProblem of a plan that fits
 
 
-@functools.lru_cache(maxsize=4096)
 def check_signature(signature: Signature) -> Checked:
     """The checks that need no values. Raises ValueError, or NotImplementedError for what has no backend."""
     refusal, s = Refusal(signature.caller), signature

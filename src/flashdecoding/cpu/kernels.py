@@ -21,12 +21,10 @@ from flashdecoding.cpu.matrix import (
     begin_tiles,
     end_tiles,
     evenly_spaced,
-    move_maxima,
-    round_weights,
-    scores_by_rows,
+    round_row,
+    round_square,
     tile_scores,
     weigh_tiles,
-    weights_by_rows,
 )
 from flashdecoding.cpu.products import KEYS, dots, square_dots, weigh
 from flashdecoding.cpu.rows import (
@@ -47,6 +45,7 @@ from flashdecoding.cpu.rows import (
     zero_row,
 )
 from flashdecoding.cpu.shape import MATRIX_ROWS, MAX_ROWS, TILE, fact
+from flashdecoding.cpu.squares import by_rows, exponentials, move_maxima
 from flashdecoding.cpu.tiles import (
     ROW_BASE,
     UNIT_BASE,
@@ -158,7 +157,7 @@ def fill_offsets(shape, args, seq, count, scratch):
 
 
 @kernel
-def softmax_step(shape, s, count, factor, m, l, o):
+def softmax_step(shape, p, s, count, factor, m, l, o):
     """One step of online softmax (2.4.1) on a row: scores become weights; m, l and o move to the new maximum."""
     base, top = load("float64", m, 0), row_maximum(shape, s, count)
     if top > base:
@@ -169,50 +168,58 @@ def softmax_step(shape, s, count, factor, m, l, o):
         base = top
     if base == -math.inf:
         base = 0.0
-    store("float64", l, 0, load("float64", l, 0) + row_exponentials(shape, s, count, base, factor))
+    store("float64", l, 0, load("float64", l, 0) + row_exponentials(shape, p, s, count, base, factor))
 
 
 @kernel
-def softmax_tiles(shape, rows, count, factor, scratch, o):
-    """The same for all rows of a tile on the matrix unit, straight from its scores to the weights it takes."""
-    v, area = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_tiles") + 128
-    m, l = scratch + fact(shape, "scratch_m"), scratch + fact(shape, "scratch_l")
-    shrink, weights = scratch + fact(shape, "scratch_shrink"), scratch + fact(shape, "scratch_weights")
-    for r in range(0, rows, SIDE):
-        s = scratch + fact(shape, "scratch_key_rows") + r * fact(shape, "s_row_bytes")
-        at = 8 * r
-        if move_maxima(shape, s, count, factor, m + at, l + at, shrink + at):
-            for row in range(r, min(r + SIDE, rows)):
+def softmax_squares(shape, rows, square_rows, count, factor, scratch, o):
+    """The same for ``square_rows`` of a tile, a lane for each row; ``rows`` are in use."""
+    v, lanes, padded = scratch + fact(shape, "scratch_v"), fact(shape, "lanes"), padded_count(shape, count)
+    for r in range(0, square_rows, lanes):
+        s = scratch + fact(shape, "scratch_squares") + r * fact(shape, "s_row_bytes")
+        m, l = scratch + fact(shape, "scratch_m") + 8 * r, scratch + fact(shape, "scratch_l") + 8 * r
+        shrink = scratch + fact(shape, "scratch_shrink")
+        if move_maxima(shape, s, count, padded, factor, m, l, shrink + 8 * r):
+            for row in range(r, min(r + lanes, rows)):
                 by = load("float64", shrink, row)
                 if by != 1.0:
                     scale_row(shape, o + row * fact(shape, "o_row_bytes"), by)
-        to = weights + r * TILE * 2
-        if rows > SIDE:
-            coming = v + 8 * (SIDE + r // 2)
-            weights_by_rows(shape, s, count, factor, m + at, l + at, to, area, 8, coming)
+        if not fact(shape, "matrix"):
+            exponentials(shape, s, padded, factor, m, l, 0, v)
+            by_rows(shape, "sums", scratch + fact(shape, "scratch_p") + r * fact(shape, "p_row_bytes"), s, padded)
+            continue
+        if square_rows > SIDE:  # the half of the V rows that the scores did not ask for
+            exponentials(shape, s, padded, factor, m, l, 8, v + 8 * (SIDE + r // 2))
         else:
-            weights_by_rows(shape, s, count, factor, m + at, l + at, to, area, 16, v + 8 * SIDE)
+            exponentials(shape, s, padded, factor, m, l, 16, v + 8 * SIDE)
+        round_square(shape, scratch + fact(shape, "scratch_weights") + r * TILE * 2, s, count)
 
 
 @kernel
-def softmax_rows(shape, args, seq, head, first_row, rows, count, scratch, differ, o):
-    """The step row by row, for scores that need more than a scale, and without a matrix unit."""
-    scores, v = scratch + fact(shape, "scratch_s"), scratch + fact(shape, "scratch_v")
+def softmax_rows(shape, args, seq, head, first_row, begin, rows, count, scratch, differ, o):
+    """The same for rows [begin, rows), one by one."""
     padded, factor = padded_count(shape, count), score_factor(args)
-    tiles = by_tiles(shape, rows)
-    if tiles:
-        for j in range(0, padded, 2 * SIDE):  # the half of the V rows that the scores did not ask for
-            prefetch_v(shape, v + 8 * (j + SIDE), SIDE)
-        for r in range(0, rows, SIDE):
-            skip = r * fact(shape, "s_row_bytes")
-            scores_by_rows(shape, scores + skip, scratch + fact(shape, "scratch_key_rows") + skip, padded)
-    for r in range(rows):
-        s, at = scores + r * fact(shape, "s_row_bytes"), scratch + 8 * r
+    for r in range(begin, rows):
+        s, at = scratch + fact(shape, "scratch_s") + r * fact(shape, "s_row_bytes"), scratch + 8 * r
+        p = scratch + fact(shape, "scratch_p") + r * fact(shape, "p_row_bytes")
         adjust_scores(shape, args, seq, head, first_row + r, s, count, scratch, differ, r)
         m, l = at + fact(shape, "scratch_m"), at + fact(shape, "scratch_l")
-        softmax_step(shape, s, padded, factor, m, l, o + r * fact(shape, "o_row_bytes"))
-        if tiles:
-            round_weights(shape, scratch + fact(shape, "scratch_weights") + r * TILE * 2, s, padded)
+        softmax_step(shape, p, s, padded, factor, m, l, o + r * fact(shape, "o_row_bytes"))
+        if by_tiles(shape, rows):
+            round_row(shape, scratch + fact(shape, "scratch_weights") + r * TILE * 2, p, count)
+
+
+@kernel
+def squares_to_rows(shape, square_rows, count, scratch):
+    """Scores by keys become scores by rows, for what is done row by row."""
+    padded = padded_count(shape, count)
+    for r in range(0, square_rows, fact(shape, "lanes")):
+        offset = r * fact(shape, "s_row_bytes")
+        square = scratch + fact(shape, "scratch_squares") + offset
+        by_rows(shape, "scores", scratch + fact(shape, "scratch_s") + offset, square, padded)
+    if fact(shape, "matrix"):
+        for j in range(0, padded, 2 * SIDE):
+            prefetch_v(shape, scratch + fact(shape, "scratch_v") + 8 * (j + SIDE), SIDE)
 
 
 @kernel
@@ -232,7 +239,7 @@ def left_operand(shape, table, copy):
 @kernel
 def score_tiles(shape, square_rows, padded, k, scratch):
     """scores by keys = q . k on the matrix unit."""
-    v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_key_rows")
+    v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_squares")
     columns = scratch + fact(shape, "scratch_columns")
     copies, half_bytes = scratch + fact(shape, "scratch_wide"), SIDE * fact(shape, "head_dim") * 2
     for j in range(0, padded, 2 * SIDE):
@@ -249,10 +256,11 @@ def score_tiles(shape, square_rows, padded, k, scratch):
 
 @kernel
 def score_keys(shape, rows, count, k, scratch):
-    """scores = q . k for a tile, while its V rows are on their way."""
+    """scores = q . k for a tile, by keys for rows in squares, while its V rows are on their way."""
     v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
     lanes, q_bytes, s_bytes = fact(shape, "lanes"), fact(shape, "q_row_bytes"), fact(shape, "s_row_bytes")
     wide, columns = scratch + fact(shape, "scratch_wide"), scratch + fact(shape, "scratch_columns")
+    squares = scratch + fact(shape, "scratch_squares")
     padded, square_rows = padded_count(shape, count), rows_by_square(shape, rows)
     for j in range(count, padded):
         store("int64", k, j, load("int64", k, count - 1))
@@ -265,7 +273,7 @@ def score_keys(shape, rows, count, k, scratch):
             for j in range(lanes):
                 widen_row(shape, wide + j * q_bytes, load("int64", k, block + j), 1.0)
             for r in range(0, square_rows, lanes):
-                to = s + r * s_bytes + block * fact(shape, "score_bytes")
+                to = squares + r * s_bytes + block * fact(shape, "vector_bytes")
                 square_dots(shape, to, columns + r * q_bytes, wide, v + 8 * block)
         for j in range(block, block + lanes, KEYS):
             if square_rows == rows:
@@ -285,30 +293,30 @@ def score_keys(shape, rows, count, k, scratch):
 @kernel
 def weigh_values(shape, rows, count, ahead, scratch, o):
     """o += weights . v for a tile, while K rows of the next tile are on their way."""
-    v, s = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_s")
+    v, p = scratch + fact(shape, "scratch_v"), scratch + fact(shape, "scratch_p")
     if by_tiles(shape, rows):
-        p, area = scratch + fact(shape, "scratch_weights"), scratch + fact(shape, "scratch_tiles") + 128
+        rounded, area = scratch + fact(shape, "scratch_weights"), scratch + fact(shape, "scratch_tiles") + 128
         if rows > SIDE:
-            weigh_tiles(shape, 2, o, p, v, ahead, area, count)
+            weigh_tiles(shape, 2, o, rounded, v, ahead, area, count)
         else:
-            weigh_tiles(shape, 1, o, p, v, ahead, area, count)
+            weigh_tiles(shape, 1, o, rounded, v, ahead, area, count)
         return
-    s_bytes, o_bytes, most = fact(shape, "s_row_bytes"), fact(shape, "o_row_bytes"), fact(shape, "value_rows")
+    p_bytes, o_bytes, most = fact(shape, "p_row_bytes"), fact(shape, "o_row_bytes"), fact(shape, "value_rows")
     blocks, r = (rows + most - 1) // most, 0
     pace = (256 + blocks - 1) // blocks
     while r < rows:
         coming = ahead + 8 * (min(r // most, blocks - 1) * count // blocks)
         if most >= 8 and r + 8 <= rows:
-            weigh(shape, 8, o + r * o_bytes, s + r * s_bytes, v, coming, pace, count)
+            weigh(shape, 8, o + r * o_bytes, p + r * p_bytes, v, coming, pace, count)
             r += 8
         elif most >= 4 and r + 4 <= rows:
-            weigh(shape, 4, o + r * o_bytes, s + r * s_bytes, v, coming, pace, count)
+            weigh(shape, 4, o + r * o_bytes, p + r * p_bytes, v, coming, pace, count)
             r += 4
         elif r + 2 <= rows:
-            weigh(shape, 2, o + r * o_bytes, s + r * s_bytes, v, coming, pace, count)
+            weigh(shape, 2, o + r * o_bytes, p + r * p_bytes, v, coming, pace, count)
             r += 2
         else:
-            weigh(shape, 1, o + r * o_bytes, s + r * s_bytes, v, coming, pace, count)
+            weigh(shape, 1, o + r * o_bytes, p + r * p_bytes, v, coming, pace, count)
             r += 1
 
 
@@ -324,11 +332,11 @@ def any_non_finite(shape, count, scratch):
 def weigh_seen_values(shape, rows, count, scratch, o):
     """The same, one visible (row, key) at a time: 0 * NaN of an invisible key must not reach a row."""
     for r in range(rows):
-        s = scratch + fact(shape, "scratch_s") + r * fact(shape, "s_row_bytes")
+        p = scratch + fact(shape, "scratch_p") + r * fact(shape, "p_row_bytes")
         for j in range(count):
             if load("uint8", scratch + fact(shape, "scratch_seen") + r * TILE, j):
                 v = scratch + fact(shape, "scratch_v") + 8 * j
-                weigh(shape, 1, o + r * fact(shape, "o_row_bytes"), s + j * fact(shape, "score_bytes"), v, v, 0, 1)
+                weigh(shape, 1, o + r * fact(shape, "o_row_bytes"), p + j * fact(shape, "sum_bytes"), v, v, 0, 1)
 
 
 @inlined
@@ -354,10 +362,12 @@ def attend_tile(shape, args, seq, head, first_row, rows, first, count, k, ahead,
     score_keys(shape, rows, count, k, scratch)
     if argument(args, "alibi"):
         fill_offsets(shape, args, seq, count, scratch)
-    if differ or argument(args, "alibi") or argument(args, "inverse_softcap") != 0.0 or not by_tiles(shape, rows):
-        softmax_rows(shape, args, seq, head, first_row, rows, count, scratch, differ, o)
-    else:
-        softmax_tiles(shape, rows, count, score_factor(args), scratch, o)
+    square_rows = rows_by_square(shape, rows)
+    if square_rows and (differ or argument(args, "alibi") or argument(args, "inverse_softcap") != 0.0):
+        squares_to_rows(shape, square_rows, count, scratch)
+        square_rows = 0
+    softmax_squares(shape, rows, square_rows, count, score_factor(args), scratch, o)
+    softmax_rows(shape, args, seq, head, first_row, square_rows, rows, count, scratch, differ, o)
     if differ and any_non_finite(shape, count, scratch):
         weigh_seen_values(shape, rows, count, scratch, o)
     else:

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import itertools
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,13 +25,14 @@ from flashdecoding.state import AttentionState, state_dtype
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from flashdecoding.checks import Call
+    from flashdecoding.checks import Call, Spans
     from flashdecoding.plan import Cut
     from flashdecoding.signature import Checked, Facts
 
 WHOLE = 1 << 62  # kv_block and kv_stride of keys that stand without gaps
-THREAD_WORK = 1 << 19  # work (see _threads) of some 30 us on a core: with less, a second thread does not pay
+THREAD_WORK = 1 << 19  # work (see Launch) of some 30 us on a core: with less, a second thread does not pay
 
+_Counters = ctypes.c_int64 * 4
 _DTYPE_NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -48,20 +50,32 @@ class Results(NamedTuple):
     l: torch.Tensor | None = None
 
 
-class Launch(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Launch:
     """What a signature and the strides of its output fix: compiled stages, sizes, the constant part of the record."""
 
+    checked: Checked
     split_worker: Worker
     merge_worker: Worker
     layout: bytes
     scratch_stride: int
     part_o_bytes: int  # of one partial row; its m and l take 16 more
     part_sums: int
-    group_size: int
-    key_work: int  # work of one key, over all heads and queries
+    key_work: int  # work of one key, over all heads and queries: bytes of cache, or a quarter of the multiply-adds
     q_step: int  # bytes from a sequence's queries to the next one's (ragged: from a query to the next)
     out_step: int
     lse_step: int
+
+
+class SequenceTable(NamedTuple):
+    """One :class:`Sequence` row for each sequence, and what the rows add up to."""
+
+    rows: array.array[int]
+    address: int
+    units: int  # over all kv heads
+    out_rows: int
+    parts: int  # partial rows
+    large: bool  # enough work for a second thread
 
 
 def decode(call: Call, cut: Cut, out: torch.Tensor, want_lse: bool) -> torch.Tensor | None:
@@ -87,32 +101,28 @@ def run(call: Call, cut: Cut, results: Results) -> None:
         ValueError: a page id outside [0, pages) among the pages that hold keys in reach.
     """
     launch = prepare(call.checked, results.out.stride(), results.m is not None)
-    if call.q_offsets is not None:
-        _clear_unused(call.q_offsets[-1], results)
-    table, units, rows, parts = _sequences(call, cut, launch)
-    if rows == 0:
+    if call.spans.q_offsets is not None:
+        _clear_unused(call.spans.q_offsets[-1], results)
+    table = _sequences(launch, call.spans, cut)
+    if table.out_rows == 0:
         return
     if call.page_table is not None:
-        _check_pages(call, call.page_table, table)
-    threads = _threads(call, launch, units)
-    part_bytes = -(-parts * (launch.part_o_bytes + 16) // 64) * 64
+        _check_pages(call, call.page_table, table.rows)
+    threads = min(torch.get_num_threads(), table.units) if table.large and table.units else 1
+    part_bytes = -(-table.parts * (launch.part_o_bytes + 16) // 64) * 64
     workspace = borrow(part_bytes + threads * launch.scratch_stride)
-    base = workspace.base
-    counters = (ctypes.c_int64 * 4)()
-    alibi = (
-        None
-        if call.alibi_slopes is None
-        else _as_float64(call.alibi_slopes, (call.checked.batch, call.checked.q_heads))
-    )
-    sinks = None if call.sinks is None else _as_float64(call.sinks, (call.checked.q_heads,))
+    base, counters = workspace.base, _Counters()
+    heads = call.checked.q_heads
+    alibi = None if call.alibi_slopes is None else _as_float64(call.alibi_slopes, (call.checked.batch, heads))
+    sinks = None if call.sinks is None else _as_float64(call.sinks, (heads,))
     arguments = launch.layout + Run(
-        ctypes.addressof(counters), base + part_bytes, table.buffer_info()[0], units, rows,
-        base, base + parts * launch.part_o_bytes, _address(call.q), _address(call.k), _address(call.v),
+        ctypes.addressof(counters), base + part_bytes, table.address, table.units, table.out_rows,
+        base, base + table.parts * launch.part_o_bytes, _address(call.q), _address(call.k), _address(call.v),
         _address(call.page_table), _address(alibi), _address(sinks), _address(call.mask), _address(results.out),
         _address(results.lse), _address(results.m), _address(results.l),
     ).pack()  # fmt: skip
     run_parallel(launch.split_worker, arguments, threads)
-    merging = parts * launch.part_sums >= THREAD_WORK // 4
+    merging = table.parts * launch.part_sums >= THREAD_WORK // 4
     run_parallel(launch.merge_worker, arguments, threads if merging else 1)
     give_back(workspace)
 
@@ -149,34 +159,35 @@ def prepare(checked: Checked, out_stride: tuple[int, ...], is_state: bool) -> La
     along = 2 if c.ragged else 0
     rows = c.q_heads * max(1, c.q_len)
     return Launch(
-        split_worker, merge_worker, layout.pack(), scratch_stride, shape.o_row_bytes, shape.padded_dim_v,
-        group_size=c.q_heads // c.kv_heads,
+        c, split_worker, merge_worker, layout.pack(), scratch_stride, shape.o_row_bytes, shape.padded_dim_v,
         key_work=(c.head_dim + c.head_dim_v) * max(rows // 4, c.kv_heads * element),
         q_step=q[along], out_step=out[along], lse_step=score if c.ragged else c.q_heads * tokens * score,
     )  # fmt: skip
 
 
-def _sequences(call: Call, cut: Cut, launch: Launch) -> tuple[array.array[int], int, int, int]:
-    """One :class:`Sequence` row for each sequence; units (over all kv heads), output rows and partial rows in all."""
-    c, offsets, group = call.checked, call.q_offsets, launch.group_size
+@functools.lru_cache(maxsize=64)
+def _sequences(launch: Launch, spans: Spans, cut: Cut) -> SequenceTable:
+    """Layers of a step have the same lengths: the table is made once for all of them."""
+    c, offsets, group = launch.checked, spans.q_offsets, launch.checked.q_heads // launch.checked.kv_heads
     table: array.array[int] = array.array("q")
     units = rows = parts = 0
-    for b, seqlen in enumerate(call.seqlens):
+    for b, seqlen in enumerate(spans.seqlens):
         at, q_len = (b, c.q_len) if offsets is None else (offsets[b], offsets[b + 1] - offsets[b])
-        kv_start = 0 if call.kv_start is None else call.kv_start[b]
+        kv_start = 0 if spans.kv_start is None else spans.kv_start[b]
         splits = cut.split_offsets[b + 1] - cut.split_offsets[b]
         table.extend(
             Sequence(
                 at * launch.q_step, at * launch.out_step, at * launch.lse_step, q_len,
-                kv_start + seqlen - q_len if call.q_start is None else call.q_start[b], kv_start,
-                0 if call.kv_begin is None else call.kv_begin[b], seqlen,
+                kv_start + seqlen - q_len if spans.q_start is None else spans.q_start[b], kv_start,
+                0 if spans.kv_begin is None else spans.kv_begin[b], seqlen,
                 cut.first[b], cut.split_keys[b], splits, units, rows, parts,
             )
         )  # fmt: skip
         units += splits * (-(-group * q_len // MAX_ROWS))
         rows += c.q_heads * q_len
         parts += splits * c.q_heads * q_len
-    return table, units * c.kv_heads, rows, parts
+    work = sum(spans.seqlens) * launch.key_work
+    return SequenceTable(table, table.buffer_info()[0], units * c.kv_heads, rows, parts, work >= THREAD_WORK)
 
 
 def _clear_unused(used: int, results: Results) -> None:
@@ -212,13 +223,6 @@ def _mask_strides(mask: Facts) -> tuple[int, int, int, int]:
     strides = [0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride, strict=True)]
     b, *heads, q, k = strides
     return b, heads[0] if heads else 0, q, k
-
-
-def _threads(call: Call, launch: Launch, units: int) -> int:
-    """Threads worth starting. Work counts bytes of cache, or a quarter of the multiply-adds if that is more."""
-    if sum(call.seqlens) * launch.key_work < THREAD_WORK:
-        return 1
-    return max(1, min(torch.get_num_threads(), units))
 
 
 def _keys_up_to(c: Checked, kv_start: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -14,7 +14,6 @@ intrinsic here is empty.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from flashdecoding.cpu.shape import TILE
-from flashdecoding.cpu.vector import F64, I8, I16, I32, I64, Emitter, Value, address, vector_intrinsic
+from flashdecoding.cpu.vector import I8, I16, I32, I64, Emitter, Value, address, vector_intrinsic
 
 SIDE = 16  # rows of a tile register, and its 32-bit columns
 TILE_BYTES = SIDE * 64
@@ -32,33 +31,12 @@ KEYS_A_CALL = 2 * SIDE
 
 
 def _tile_intrinsic(result: Any, arguments: tuple[Any, ...], emit: Callable[..., None]) -> Any:
-    nothing = None if result is types.void else ir.Constant(I64, 0)
-    return vector_intrinsic(result, arguments, lambda e, *values: emit(e, *values) if e.shape.matrix else nothing)
+    return vector_intrinsic(result, arguments, lambda e, *values: emit(e, *values) if e.shape.matrix else None)
 
 
 def _call(e: Emitter, name: str, *arguments: Value) -> None:
     ty = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
     e.b.call(cgutils.get_or_insert_function(e.b.module, ty, f"llvm.x86.{name}"), arguments)
-
-
-def _entry(e: Emitter, table: Value, row: Value, count: Value) -> Value:
-    """Address of a row, or of the last of ``count``."""
-    last = e.add(count, -1)
-    return e.load(e.scaled(table, e.b.select(e.b.icmp_signed("<", row, last), row, last), 8), I64)
-
-
-def _lines(e: Emitter, width: int) -> int:
-    """Cache lines of a row."""
-    return -(-width * e.shape.element_bytes // 64)
-
-
-def _ask(e: Emitter, table: Value, count: Value, width: int, turn: Value, lines: int) -> None:
-    """Bring the ``turn``-th group of ``lines`` lines of ``count`` rows towards the core; past the end, the last row."""
-    row_lines = _lines(e, width)
-    for k in range(lines):
-        line = e.add(e.b.mul(turn, ir.Constant(I64, lines)), k)
-        row, within = (f(line, ir.Constant(I64, row_lines)) for f in (e.b.udiv, e.b.urem))
-        e.prefetch(e.scaled(_entry(e, table, row, count), within, 64), 0, 64)
 
 
 def _register(number: int) -> Value:
@@ -173,6 +151,7 @@ def tile_scores(typing_context, shape, s, queries, first, first_step, second, se
     ) -> None:
         shape = e.shape
         chunks = shape.head_dim // shape.chunk
+        lines = -(-asked * e.lines(shape.head_dim_v) // chunks)
         for register in (0, 1):
             _call(e, "tilezero", _register(register))
 
@@ -182,14 +161,7 @@ def tile_scores(typing_context, shape, s, queries, first, first_step, second, se
             for register, base, step in ((2, first, first_step), (3, second, second_step)):
                 _load_tile(e, register, e.b.add(base, inside), step)
                 _multiply(e, register - 2, register, 4)
-            _ask(
-                e,
-                ahead,
-                ir.Constant(I64, asked),
-                shape.head_dim_v,
-                c,
-                -(-asked * _lines(e, shape.head_dim_v) // chunks),
-            )
+            e.ask(ahead, ir.Constant(I64, asked), shape.head_dim_v, c, lines)
             return []
 
         e.loop(ir.Constant(I64, chunks), chunk)
@@ -201,116 +173,54 @@ def tile_scores(typing_context, shape, s, queries, first, first_step, second, se
 
 
 @intrinsic(prefer_literal=True)
-def scores_by_rows(typing_context, shape, s, by_keys, count):
-    """s[r, j] = by_keys[j, r] for 16 rows and ``count`` keys, rounded up to 16."""
+def round_square(typing_context, shape, weights, p, count):
+    """weights[r, j] = p[j, r] for 16 rows, as bfloat16."""
 
-    def emit(e: Emitter, s: Value, by_keys: Value, count: Value) -> None:
-        def square(i: Value, carried: list[Value]) -> list[Value]:
-            source, to = e.scaled(by_keys, i, TILE_BYTES), e.scaled(s, i, 64)
-            for r, row in enumerate(e.transpose([e.load(source, e.score, 64 * j) for j in range(SIDE)])):
-                e.store(row, to, r * e.shape.s_row_bytes)
-            return []
+    def emit(e: Emitter, weights: Value, p: Value, count: Value) -> None:
+        words = ir.VectorType(I32, SIDE)
 
-        e.loop(e.b.lshr(e.add(count, SIDE - 1), ir.Constant(I64, 4)), square)
-
-    return _tile_intrinsic(types.void, (shape, *[types.int64] * 3), emit)
-
-
-@intrinsic(prefer_literal=True)
-def move_maxima(typing_context, shape, s, count, factor, m, l, shrink):
-    """The first half of :func:`softmax_step` for 16 rows with a lane for each: m and l move to the new maxima.
-
-    Scores past ``count``, up to the next 32, become -inf. Returns whether a row of o must ``shrink``.
-    """
-
-    def emit(e: Emitter, s: Value, count: Value, factor: Value, m: Value, l: Value, shrink: Value) -> Value:
-        wide = ir.VectorType(F64, SIDE)
-        lowest = e.constant(e.score, -math.inf)
-        padded = e.b.and_(e.add(count, KEYS_A_CALL - 1), ir.Constant(I64, -KEYS_A_CALL))
-
-        def pad(j: Value, carried: list[Value]) -> list[Value]:
-            e.store(lowest, e.scaled(s, e.b.add(count, j), 64))
-            return []
-
-        def turn(i: Value, tops: list[Value]) -> list[Value]:
-            at = e.scaled(s, i, 64 * 4)
-            return [e.maximum(top, e.load(at, e.score, 64 * j)) for j, top in enumerate(tops)]
-
-        e.loop(e.b.sub(padded, count), pad)
-        tops = e.loop(e.b.lshr(padded, ir.Constant(I64, 2)), turn, [lowest] * 4)
-        top = e.maximum(e.maximum(tops[0], tops[1]), e.maximum(tops[2], tops[3]))
-        old, new = e.load(m, wide), e.convert(top, wide)
-        moved = e.b.fcmp_ordered(">", new, old)
-        some = e.b.icmp_unsigned("!=", e.b.bitcast(moved, ir.IntType(SIDE)), ir.Constant(ir.IntType(SIDE), 0))
-        with e.b.if_then(some, likely=False):
-            power = e.exp2(e.b.fmul(e.b.fsub(old, new), e.splat(factor, SIDE)))
-            power = e.b.select(moved, power, e.constant(wide, 1.0))
-            e.store(e.b.select(moved, new, old), m)
-            e.store(e.b.fmul(e.load(l, wide), power), l)
-            e.store(power, shrink)
-        return e.b.zext(some, I64)
-
-    return _tile_intrinsic(types.int64, (shape, address, types.int64, types.float64, *[address] * 3), emit)
-
-
-@intrinsic(prefer_literal=True)
-def weights_by_rows(typing_context, shape, s, count, factor, m, l, weights, area, coming, ahead):
-    """The second half: weights[r, j] = 2**((s[j, r] - m[r]) * factor), rounded to bfloat16; l grows by them unrounded.
-
-    Meanwhile, for every 32 keys, ``coming`` V rows of the same place in ``ahead`` are brought towards the core.
-    """
-    asked = coming.literal_value
-
-    def emit(
-        e: Emitter, s: Value, count: Value, factor: Value, m: Value, l: Value, weights: Value, area: Value, ahead: Value
-    ) -> None:
-        wide, words = ir.VectorType(F64, SIDE), ir.VectorType(I32, SIDE)
-        scale = e.splat(e.convert(factor, e.score.element))
-        base = e.convert(e.load(m, wide), e.score)
-        base = e.b.select(e.b.fcmp_ordered(">", base, e.constant(e.score, -math.inf)), base, e.constant(e.score, 0.0))
-        lines = -(-asked * _lines(e, e.shape.head_dim_v) // SIDE)
-
-        def half(h: Value, sums: list[Value]) -> list[Value]:
-            scores, rows = e.scaled(s, h, 2 * TILE_BYTES), e.scaled(ahead, h, 8 * KEYS_A_CALL)
-
-            def pair(i: Value, sums: list[Value]) -> list[Value]:
-                at = e.scaled(scores, i, 2 * 64)
-                p = [e.exp2(e.b.fmul(e.b.fsub(e.load(at, e.score, 64 * k), base), scale)) for k in (0, 1)]
-                _ask(e, rows, ir.Constant(I64, asked), e.shape.head_dim_v, i, lines)
-                # Half a unit up, then cut: p >= 0, and no NaN that comes from 16-bit numbers has a payload to overflow.
-                up = [e.b.add(e.b.bitcast(x, words), e.constant(words, 0x8000)) for x in p]
-                e.store(_side_by_side(e, e.b.lshr(up[0], e.constant(words, 16)), up[1]), e.scaled(area, i, 64))
-                return [e.b.fadd(total, x) for total, x in zip(sums, p, strict=True)]
-
-            sums = e.loop(ir.Constant(I64, SIDE), pair, sums)
-            columns = [e.load(area, words, 64 * i) for i in range(SIDE)]
-            for r, row in enumerate(e.transpose(columns)):
+        def half(h: Value, carried: list[Value]) -> list[Value]:
+            source, pairs = e.scaled(p, h, 2 * TILE_BYTES), []
+            for i in range(SIDE):
+                even, odd = (_half_up(e, e.load(source, e.score, 64 * (2 * i + k))) for k in (0, 1))
+                pairs.append(_side_by_side(e, e.b.lshr(even, e.constant(words, 16)), odd))
+            for r, row in enumerate(e.transpose(pairs)):
                 e.store(row, e.scaled(weights, h, 64), r * 2 * TILE)
-            return sums
-
-        halves = e.b.lshr(e.add(count, KEYS_A_CALL - 1), ir.Constant(I64, 5))
-        even, odd = e.loop(halves, half, [e.constant(e.score, 0.0)] * 2)
-        e.store(e.b.fadd(e.load(l, wide), e.convert(e.b.fadd(even, odd), wide)), l)
-
-    arguments = (shape, address, types.int64, types.float64, *[address] * 4, coming, address)
-    return _tile_intrinsic(types.void, arguments, emit)
-
-
-@intrinsic(prefer_literal=True)
-def round_weights(typing_context, shape, weights, s, count):
-    """weights[0:count] = s as bfloat16, for one row and ``count`` rounded up to 32."""
-
-    def emit(e: Emitter, weights: Value, s: Value, count: Value) -> None:
-        def turn(i: Value, carried: list[Value]) -> list[Value]:
-            bits = e.b.bitcast(e.load(e.scaled(s, i, 64), e.score), ir.VectorType(I32, SIDE))
-            up = e.b.lshr(e.b.add(bits, e.constant(bits.type, 0x8000)), e.constant(bits.type, 16))
-            e.store(e.b.trunc(up, ir.VectorType(I16, SIDE)), e.scaled(weights, i, 32))
             return []
 
-        halves = e.b.lshr(e.add(count, KEYS_A_CALL - 1), ir.Constant(I64, 5))
-        e.loop(e.b.shl(halves, ir.Constant(I64, 1)), turn)
+        e.loop(_halves(e, count), half)
 
     return _tile_intrinsic(types.void, (shape, address, address, types.int64), emit)
+
+
+@intrinsic(prefer_literal=True)
+def round_row(typing_context, shape, weights, p, count):
+    """weights[0:count] = p as bfloat16, for one row."""
+
+    def emit(e: Emitter, weights: Value, p: Value, count: Value) -> None:
+        def turn(i: Value, carried: list[Value]) -> list[Value]:
+            up = _half_up(e, e.load(e.scaled(p, i, 64), e.score))
+            row = e.b.trunc(e.b.lshr(up, e.constant(up.type, 16)), ir.VectorType(I16, SIDE))
+            e.store(row, e.scaled(weights, i, 32))
+            return []
+
+        e.loop(e.b.shl(_halves(e, count), ir.Constant(I64, 1)), turn)
+
+    return _tile_intrinsic(types.void, (shape, address, address, types.int64), emit)
+
+
+def _half_up(e: Emitter, p: Value) -> Value:
+    """Bits of weights whose upper half is the nearest bfloat16, ties up.
+
+    They are not negative; and a NaN that comes from 16-bit numbers has no payload that could overflow.
+    """
+    bits = e.b.bitcast(p, ir.VectorType(I32, SIDE))
+    return e.b.add(bits, e.constant(bits.type, 0x8000))
+
+
+def _halves(e: Emitter, count: Value) -> Value:
+    """Steps of 32 keys that hold ``count``."""
+    return e.b.lshr(e.add(count, KEYS_A_CALL - 1), ir.Constant(I64, 5))
 
 
 @intrinsic(prefer_literal=True)
@@ -326,8 +236,8 @@ def weigh_tiles(typing_context, shape, blocks, o, p, table, ahead, area, count):
         words = ir.VectorType(I32, SIDE)
         zero = e.constant(words, 0)
         chunks = shape.head_dim_v // shape.chunk
-        lines = -(-TILE * _lines(e, shape.head_dim) // (chunks * TILE // 2))
-        halves = e.b.lshr(e.add(count, KEYS_A_CALL - 1), ir.Constant(I64, 5))
+        lines = -(-TILE * e.lines(shape.head_dim) // (chunks * TILE // 2))
+        halves = _halves(e, count)
         pairs = e.b.shl(halves, ir.Constant(I64, 4))
         odd_area = 2 * TILE_BYTES
 
@@ -336,7 +246,7 @@ def weigh_tiles(typing_context, shape, blocks, o, p, table, ahead, area, count):
 
             def pair(i: Value, carried: list[Value]) -> list[Value]:
                 rows = []
-                _ask(e, ahead, count, shape.head_dim, e.b.add(e.b.mul(c, pairs), i), lines)
+                e.ask(ahead, count, shape.head_dim, e.b.add(e.b.mul(c, pairs), i), lines)
                 for k in (0, 1):
                     j = e.add(e.b.shl(i, ir.Constant(I64, 1)), k)
                     row = e.load(e.b.add(e.load(e.scaled(table, j, 8), I64), inside), words)

@@ -1,9 +1,9 @@
 """The micro-kernels: a few queries against a few K or V rows, in registers.
 
 Each is a Numba intrinsic. Arguments named for areas of memory are addresses (int64); ``shape`` and ``rows`` are
-compile-time. Layouts: q (rows, padded_dim) and s (rows, TILE) of type ``scores``, o (rows, padded_dim_v) of type
-``sums``; a ``table`` holds the address of each K or V row of the tile, so contiguous, strided and paged caches are one
-case.
+compile-time. Layouts: q (rows, padded_dim) and s (rows, TILE) of type ``scores``, p (rows, TILE) and o (rows,
+padded_dim_v) of type ``sums``; a ``table`` holds the address of each K or V row of the tile, so contiguous, strided and
+paged caches are one case.
 
 Rows to come are asked for a line at a time between the multiplications: a core that has asked for all the lines it may
 wait for does little else.
@@ -88,7 +88,7 @@ def transpose_rows(typing_context, shape, columns, q):
 
 @intrinsic(prefer_literal=True)
 def square_dots(typing_context, shape, s, columns, wide, ahead):
-    """s[r, j] = q[r] . k[j] for ``lanes`` queries, transposed as ``columns``, and as many widened keys.
+    """s[j, r] = q[r] . k[j] for ``lanes`` queries, transposed as ``columns``, and as many widened keys.
 
     With a lane for each query nothing is summed across lanes: 16 queries run at twice the speed of :func:`dots`. Every
     SQUARE_CHAIN products are summed by themselves: each addition of a chain may round at the size of the largest.
@@ -100,13 +100,11 @@ def square_dots(typing_context, shape, s, columns, wide, ahead):
         vector = e.lanes * shape.score_bytes
         chained = min(SQUARE_CHAIN, shape.chunk)
         steps = chained // SQUARE_STEP
-        row_lines = -(-shape.head_dim_v * shape.element_bytes // 64)
-        step_lines = -(-e.lanes * row_lines // (shape.padded_dim // SQUARE_STEP))
+        step_lines = -(-e.lanes * e.lines(shape.head_dim_v) // (shape.padded_dim // SQUARE_STEP))
         zero = [e.constant(e.score, 0.0)] * e.lanes
 
         def step(i: Value, sums: list[Value]) -> list[Value]:
-            for line in range(step_lines):
-                _prefetch_line(e, ahead, e.add(e.b.mul(i, ir.Constant(I64, step_lines)), line), row_lines)
+            e.ask(ahead, ir.Constant(I64, e.lanes), shape.head_dim_v, i, step_lines)
             column = e.scaled(columns, i, SQUARE_STEP * vector)
             element = e.scaled(wide, i, SQUARE_STEP * shape.score_bytes)
             sums = list(sums)
@@ -123,31 +121,22 @@ def square_dots(typing_context, shape, s, columns, wide, ahead):
             return [e.b.fadd(x, y) for x, y in zip(total, sums, strict=True)]
 
         total = e.loop(ir.Constant(I64, shape.padded_dim // chained), chain, zero)
-        for r, scores in enumerate(e.transpose(total)):
-            e.store(scores, s, r * shape.s_row_bytes)
+        for j, scores in enumerate(total):
+            e.store(scores, s, j * vector)
 
     return vector_intrinsic(types.void, (shape, address, address, address, address), emit)
 
 
-def _prefetch_line(e: Emitter, table: Value, line: Value, row_lines: int) -> None:
-    """The ``line``-th 64 bytes of ``lanes`` rows laid end to end; past them, again the last row."""
-    row, within = e.b.udiv(line, ir.Constant(I64, row_lines)), e.b.urem(line, ir.Constant(I64, row_lines))
-    last = ir.Constant(I64, e.lanes - 1)
-    row = e.b.select(e.b.icmp_unsigned("<", row, last), row, last)
-    at = e.load(e.scaled(table, row, 8), I64)
-    e.prefetch(e.scaled(at, within, 64), 0, 64)
-
-
 @intrinsic(prefer_literal=True)
-def weigh(typing_context, shape, rows, o, s, table, ahead, pace, count):
-    """o[r] += sum over j < count of s[r, j] * v[j] for ``rows`` rows: the numerator of the output.
+def weigh(typing_context, shape, rows, o, p, table, ahead, pace, count):
+    """o[r] += sum over j < count of p[r, j] * v[j] for ``rows`` rows: the numerator of the output.
 
     A block of columns accumulates in registers while the keys stream by. Meanwhile the K rows whose addresses are in
     ``ahead`` are brought towards the core, ``pace`` / 256 of one for each key.
     """
     n = rows.literal_value
 
-    def emit(e: Emitter, o: Value, s: Value, table: Value, ahead: Value, pace: Value, count: Value) -> None:
+    def emit(e: Emitter, o: Value, p: Value, table: Value, ahead: Value, pace: Value, count: Value) -> None:
         shape = e.shape
         full, rest = divmod(shape.head_dim_v, shape.chunk)
         width = max(1, min(4, shape.value_rows // n))  # chunks a block
@@ -173,11 +162,11 @@ def weigh(typing_context, shape, rows, o, s, table, ahead, pace, count):
                 chunk_bytes = shape.chunk * shape.element_bytes
                 values = [x for c, valid in enumerate(chunks) for x in e.decode(e.add(v, c * chunk_bytes), valid)]
                 values = [e.convert(x, e.sum) for x in values]
-                weights, updated = e.scaled(s, j, shape.score_bytes), []
+                weights, updated = e.scaled(p, j, shape.sum_bytes), []
                 for r in range(n):
-                    p = e.splat(e.convert(e.load(weights, e.score.element, r * shape.s_row_bytes), e.sum.element))
+                    weight = e.splat(e.load(weights, e.sum.element, r * shape.p_row_bytes))
                     row_total = total[r * len(values) : (r + 1) * len(values)]
-                    updated += [e.fma(p, x, t) for x, t in zip(values, row_total, strict=True)]
+                    updated += [e.fma(weight, x, t) for x, t in zip(values, row_total, strict=True)]
                 return updated
 
             total = e.loop(count, body, [e.load(columns, e.sum, place) for place in places])

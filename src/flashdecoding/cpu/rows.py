@@ -151,24 +151,25 @@ def row_maximum(typing_context, shape, s, count):
 
 
 @intrinsic(prefer_literal=True)
-def row_exponentials(typing_context, shape, s, count, base, factor):
-    """s[0:count] = 2**((s - base) * factor); returns their sum, as a float64 that holds a ``sums`` value.
+def row_exponentials(typing_context, shape, p, s, count, base, factor):
+    """p[0:count] = 2**((s - base) * factor), of type ``sums``; returns their sum. ``p`` may be ``s``.
 
     Scaling the difference, and not the scores, keeps the error of the scale away from large scores.
     """
 
-    def emit(e: Emitter, s: Value, count: Value, base: Value, factor: Value) -> Value:
+    def emit(e: Emitter, p: Value, s: Value, count: Value, base: Value, factor: Value) -> Value:
+        ratio = ir.Constant(I64, e.shape.sum_bytes // e.shape.score_bytes)
         m, scale = (e.splat(e.convert(x, e.score.element)) for x in (base, factor))
 
         def body(at: Value, vs: list[Value]) -> list[Value]:
-            p = e.exp2(e.b.fmul(e.b.fsub(e.load(at, e.score), m), scale))
-            e.store(p, at)
-            return [e.b.fadd(vs[0], e.convert(p, e.sum))]
+            weights = e.convert(e.exp2(e.b.fmul(e.b.fsub(e.load(at, e.score), m), scale)), e.sum)
+            e.store(weights, e.b.add(p, e.b.mul(e.b.sub(at, s), ratio)))
+            return [e.b.fadd(vs[0], weights)]
 
         (total,) = _each_vector(e, s, count, body, [e.constant(e.sum, 0.0)])
         return e.convert(e.fold([total], e.b.fadd), FLOATS["float64"])
 
-    return vector_intrinsic(types.float64, (shape, address, types.int64, types.float64, types.float64), emit)
+    return vector_intrinsic(types.float64, (shape, address, address, types.int64, types.float64, types.float64), emit)
 
 
 @intrinsic(prefer_literal=True)

@@ -90,6 +90,10 @@ class KernelShape(NamedTuple):
         return TILE * self.score_bytes
 
     @property
+    def p_row_bytes(self) -> int:
+        return TILE * self.sum_bytes
+
+    @property
     def o_row_bytes(self) -> int:
         return self.padded_dim_v * self.sum_bytes
 
@@ -117,9 +121,14 @@ class KernelShape(NamedTuple):
         return self.scratch_wide + self.lanes * self.q_row_bytes
 
     @property
+    def scratch_p(self) -> int:
+        """Weights (MAX_ROWS, TILE) of type ``sums``: in the place of the scores, where both have one type."""
+        return self.scratch_s + (MAX_ROWS * self.s_row_bytes if self.sums != self.scores else 0)
+
+    @property
     def scratch_k(self) -> int:
         """Addresses of the tile's K rows (with room for padding), of the next tile's, of its V rows; key indices."""
-        return self.scratch_s + MAX_ROWS * self.s_row_bytes
+        return self.scratch_p + MAX_ROWS * self.p_row_bytes
 
     @property
     def scratch_next(self) -> int:
@@ -176,19 +185,19 @@ class KernelShape(NamedTuple):
         return self.scratch_l + 8 * MAX_ROWS
 
     @property
-    def scratch_tiles(self) -> int:
-        """For the matrix unit: two configurations of its registers and four right operands; then what it works on."""
+    def scratch_squares(self) -> int:
+        """Scores by keys (MAX_ROWS / lanes, TILE, lanes), where a lane stands for each row."""
         return self.scratch_shrink + 8 * MAX_ROWS
 
     @property
-    def scratch_key_rows(self) -> int:
-        """Scores by keys, (MAX_ROWS / 16, TILE, 16)."""
-        return self.scratch_tiles + (128 + 4096 if self.matrix else 0)
+    def scratch_tiles(self) -> int:
+        """For the matrix unit: two configurations of its registers and four right operands."""
+        return self.scratch_squares + MAX_ROWS * self.s_row_bytes
 
     @property
     def scratch_weights(self) -> int:
         """Weights as bfloat16 (MAX_ROWS, TILE), then rows of o."""
-        return self.scratch_key_rows + (MAX_ROWS * self.s_row_bytes if self.matrix else 0)
+        return self.scratch_tiles + (128 + 4096 if self.matrix else 0)
 
     @property
     def scratch_rows_o(self) -> int:

@@ -66,6 +66,20 @@ class Emitter:
         for line in range(begin, end, 64):
             self.b.call(function, [self.pointer(address, I8, line), read, second_level, data])
 
+    def lines(self, width: int) -> int:
+        """Cache lines of a row of ``width`` elements."""
+        return -(-width * self.shape.element_bytes // 64)
+
+    def ask(self, table: Value, count: Value, width: int, turn: Value, lines: int) -> None:
+        """Prefetch the ``turn``-th group of ``lines`` lines of ``count`` rows; past the end, the last row again."""
+        last = self.add(count, -1)
+        for k in range(lines):
+            line = self.add(self.b.mul(turn, ir.Constant(I64, lines)), k)
+            row, within = (f(line, ir.Constant(I64, self.lines(width))) for f in (self.b.udiv, self.b.urem))
+            row = self.b.select(self.b.icmp_signed("<", row, last), row, last)
+            at = self.load(self.scaled(table, row, 8), I64)
+            self.prefetch(self.scaled(at, within, 64), 0, 64)
+
     # Values
 
     def constant(self, ty: Any, value: float) -> Value:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashdecoding.cpu import workspace
 from flashdecoding.plan import plan_decode
 from flashdecoding.testing.cases import Problem
 from flashdecoding.testing.compare import assert_within_bound, expect
@@ -231,7 +232,7 @@ def measure(
 ) -> Measurement:
     """One row: check everybody's result, then let contenders and ceiling probes take turns on the clock."""
     calls, missing = _checked_calls(row, contenders, caches)
-    peak = peak_bytes(calls[OURS.name])
+    peak = peak_bytes(calls[OURS.name], workspace.release)
     timings = take_turns({**calls, **probes.calls()}, rounds=settings.rounds, block_seconds=settings.block_seconds)
     ceilings = probes.ceilings(timings)
     limit, reading = ceilings.seconds(row.nbytes, row.flops)

@@ -151,9 +151,13 @@ def fill_random(x: Tensor) -> None:
         piece.copy_(values[: piece.numel()])
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most memory that PyTorch's CPU allocator held during ``call`` beyond what it held before."""
+def peak_bytes(call: Callable[[], object], release: Callable[[], None] = lambda: None) -> int:
+    """The most memory that PyTorch's CPU allocator held during ``call`` beyond what it held before.
+
+    ``release`` frees what earlier calls have left for later ones.
+    """
     call()
+    release()
     with _quiet_stderr(), torch.autograd.profiler.profile(profile_memory=True, use_kineto=False) as profiler:
         result = call()
     del result
