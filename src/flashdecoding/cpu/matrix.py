@@ -151,7 +151,7 @@ def tile_scores(typing_context, shape, s, queries, first, first_step, second, se
     ) -> None:
         shape = e.shape
         chunks = shape.head_dim // shape.chunk
-        lines = -(-asked * e.lines(shape.head_dim_v) // chunks)
+        lines = -(-asked * e.lines(shape.head_dim_v) // (2 * chunks))
         for register in (0, 1):
             _call(e, "tilezero", _register(register))
 
@@ -161,7 +161,8 @@ def tile_scores(typing_context, shape, s, queries, first, first_step, second, se
             for register, base, step in ((2, first, first_step), (3, second, second_step)):
                 _load_tile(e, register, e.b.add(base, inside), step)
                 _multiply(e, register - 2, register, 4)
-            e.ask(ahead, ir.Constant(I64, asked), shape.head_dim_v, c, lines)
+                line = e.add(e.b.mul(c, ir.Constant(I64, 2 * lines)), (register - 2) * lines)
+                e.ask(ahead, ir.Constant(I64, asked), shape.head_dim_v, line, lines)
             return []
 
         e.loop(ir.Constant(I64, chunks), chunk)
@@ -236,17 +237,19 @@ def weigh_tiles(typing_context, shape, blocks, o, p, table, ahead, area, count):
         words = ir.VectorType(I32, SIDE)
         zero = e.constant(words, 0)
         chunks = shape.head_dim_v // shape.chunk
-        lines = -(-TILE * e.lines(shape.head_dim) // (chunks * TILE // 2))
+        lines = -(-TILE * e.lines(shape.head_dim) // (2 * chunks))  # that a chunk asks for in pairs, then in products
+        pair_lines, product_lines = -(-lines // (TILE // 2)), -(-lines // (2 * TILE // KEYS_A_CALL))
         halves = _halves(e, count)
         pairs = e.b.shl(halves, ir.Constant(I64, 4))
         odd_area = 2 * TILE_BYTES
 
         def chunk(c: Value, carried: list[Value]) -> list[Value]:
-            inside = e.b.shl(c, ir.Constant(I64, 6))
+            inside, asked = e.b.shl(c, ir.Constant(I64, 6)), e.b.mul(c, ir.Constant(I64, 2 * lines))
 
             def pair(i: Value, carried: list[Value]) -> list[Value]:
                 rows = []
-                e.ask(ahead, count, shape.head_dim, e.b.add(e.b.mul(c, pairs), i), lines)
+                line = e.b.add(asked, e.b.mul(i, ir.Constant(I64, pair_lines)))
+                e.ask(ahead, count, shape.head_dim, line, pair_lines)
                 for k in (0, 1):
                     j = e.add(e.b.shl(i, ir.Constant(I64, 1)), k)
                     row = e.load(e.b.add(e.load(e.scaled(table, j, 8), I64), inside), words)
@@ -265,6 +268,9 @@ def weigh_tiles(typing_context, shape, blocks, o, p, table, ahead, area, count):
 
                 def half(h: Value, carried: list[Value], parity: int = parity) -> list[Value]:
                     _load_tile(e, 4, e.add(e.scaled(area, h, TILE_BYTES), parity * odd_area), 64)
+                    turn = e.add(h, parity * (TILE // KEYS_A_CALL))
+                    line = e.add(e.b.add(asked, e.b.mul(turn, ir.Constant(I64, product_lines))), lines)
+                    e.ask(ahead, count, shape.head_dim, line, product_lines)
                     for block in range(n):
                         weights = e.add(e.scaled(p, h, 64), block * SIDE * 2 * TILE)
                         _load_tile(e, 2 + block, weights, 2 * TILE)

@@ -104,7 +104,9 @@ def square_dots(typing_context, shape, s, columns, wide, ahead):
         zero = [e.constant(e.score, 0.0)] * e.lanes
 
         def step(i: Value, sums: list[Value]) -> list[Value]:
-            e.ask(ahead, ir.Constant(I64, e.lanes), shape.head_dim_v, i, step_lines)
+            e.ask(
+                ahead, ir.Constant(I64, e.lanes), shape.head_dim_v, e.b.mul(i, ir.Constant(I64, step_lines)), step_lines
+            )
             column = e.scaled(columns, i, SQUARE_STEP * vector)
             element = e.scaled(wide, i, SQUARE_STEP * shape.score_bytes)
             sums = list(sums)

@@ -21,7 +21,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model, typeof_impl
 
 TILE = 64  # keys a tile: the scores of 32 rows are 8 KB, and stay in L1 with the K and V rows in flight
-MATRIX_ROWS = 4  # query rows from which a 16-row product on the matrix unit beats the vector units
+MATRIX_ROWS = 5  # query rows from which a 16-row product on the matrix unit beats the vector units
 MAX_ROWS = 32  # query rows (queries x heads that share one kv head) of a work item; more rows make more items
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64

@@ -78,8 +78,9 @@ def exponentials(typing_context, shape, s, padded, factor, m, l, coming, ahead):
             at = e.scaled(s, i, 2 * vector)
             p = [e.exp2(e.b.fmul(e.b.fsub(e.load(at, e.score, vector * k), base), scale)) for k in (0, 1)]
             if asked:
-                rows = e.scaled(ahead, e.b.udiv(i, ir.Constant(I64, 16)), 8 * 32)
-                e.ask(rows, ir.Constant(I64, asked), e.shape.head_dim_v, e.b.urem(i, ir.Constant(I64, 16)), lines)
+                half, turn = (f(i, ir.Constant(I64, 16)) for f in (e.b.udiv, e.b.urem))
+                rows, first = e.scaled(ahead, half, 8 * 32), e.b.mul(turn, ir.Constant(I64, lines))
+                e.ask(rows, ir.Constant(I64, asked), e.shape.head_dim_v, first, lines)
             for k, x in enumerate(p):
                 e.store(x, at, vector * k)
             return [e.b.fadd(total, e.convert(x, e.sum)) for total, x in zip(sums, p, strict=True)]

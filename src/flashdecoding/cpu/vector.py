@@ -70,11 +70,11 @@ class Emitter:
         """Cache lines of a row of ``width`` elements."""
         return -(-width * self.shape.element_bytes // 64)
 
-    def ask(self, table: Value, count: Value, width: int, turn: Value, lines: int) -> None:
-        """Prefetch the ``turn``-th group of ``lines`` lines of ``count`` rows; past the end, the last row again."""
+    def ask(self, table: Value, count: Value, width: int, first: Value, lines: int) -> None:
+        """Prefetch ``lines`` lines of ``count`` rows laid end to end, from ``first`` on; past the end, the last row."""
         last = self.add(count, -1)
         for k in range(lines):
-            line = self.add(self.b.mul(turn, ir.Constant(I64, lines)), k)
+            line = self.add(first, k)
             row, within = (f(line, ir.Constant(I64, self.lines(width))) for f in (self.b.udiv, self.b.urem))
             row = self.b.select(self.b.icmp_signed("<", row, last), row, last)
             at = self.load(self.scaled(table, row, 8), I64)
