@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from backends import decode
@@ -142,6 +143,11 @@ PLAN_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "q-len": ({"q_len": -2}, "-2"),
     "window": ({"window": 0}, "0"),
     "max-seqlen": ({"max_seqlen": -8}, "-8"),
+    "max-seqlen-text": ({"max_seqlen": "x"}, "'x'"),
+    "no-lengths": ({"lengths": None}, "NoneType"),
+    "true-heads": ({"heads": (8, True)}, "True"),
+    "true-window": ({"window": True}, "True"),
+    "invariant-text": ({"batch_invariant": "no"}, "'no'"),
     "dtype": ({"dtype": torch.int64}, "int64"),
 }
 
@@ -152,6 +158,11 @@ def test_plan_refuses(name: str) -> None:
     with pytest.raises(ValueError) as raised:
         _plan(**{"lengths": [3], **arguments})
     assert wanted in str(raised.value)
+
+
+def test_plan_takes_numpy_numbers() -> None:
+    plan = _plan([700], heads=(np.int64(8), np.int32(2)), q_len=np.int64(1), window=np.int64(300))
+    assert plan.problem == _plan([700], heads=(8, 2), q_len=1, window=300).problem
 
 
 def test_plan_refuses_a_device_without_backend() -> None:

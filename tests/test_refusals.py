@@ -190,6 +190,13 @@ def test_quantised_arguments_are_not_ignored(function: Callable[..., object], na
         function(**_good(), **{name: ONES(2)})
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+def test_quantised_caches_are_refused_by_name(dtype: torch.dtype) -> None:
+    good = _good()
+    with pytest.raises(NotImplementedError, match=f"k is {dtype}.*quantised"):
+        decode_attention(good["q"], good["k"].to(dtype), good["v"])
+
+
 def test_a_device_without_backend_is_refused() -> None:
     on_meta = {name: x.to("meta") for name, x in _good().items()}
     with pytest.raises(NotImplementedError, match="meta"):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from flashdecoding.checks import Lengths, host_lengths, refuse_without_backend
-from flashdecoding.refusal import Refusal
+from flashdecoding.refusal import Refusal, in_range, is_positive
 from flashdecoding.signature import FLOAT_DTYPES
 
 LONGEST = 2**31 - 1  # the plan's arrays are int32
@@ -198,17 +198,25 @@ def plan_decode(
     dim_v = head_dim if head_dim_v is None else head_dim_v
     counts = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": dim_v}
     for name, value in counts.items():
-        refusal.unless(isinstance(value, int) and value >= 1, f"{name} must be a positive int, got {value!r}")
-    refusal.unless(isinstance(q_len, int) and q_len >= 0, f"q_len must be an int >= 0, got {q_len!r}")
-    refusal.unless(window is None or (isinstance(window, int) and window >= 1), f"window must be >= 1, got {window!r}")
+        refusal.unless(is_positive(value), f"{name} must be a positive int, got {value!r}")
+    refusal.unless(in_range(q_len, None), f"q_len must be an int >= 0, got {q_len!r}")
+    refusal.unless(window is None or is_positive(window), f"window must be an int >= 1 or None, got {window!r}")
+    longest = max_seqlen is None or in_range(max_seqlen, LONGEST)
+    refusal.unless(longest, f"max_seqlen must be an int in [0, {LONGEST}] or None, got {max_seqlen!r}")
+    invariant = isinstance(batch_invariant, bool)
+    refusal.unless(invariant, f"batch_invariant must be True or False, got {batch_invariant!r}")
+    single = isinstance(seqlens, int) or (isinstance(seqlens, torch.Tensor) and seqlens.dim() == 0)
+    listed = single or hasattr(seqlens, "__len__")
+    refusal.unless(listed, f"seqlens must be a list, a tensor or an int, got {type(seqlens).__name__}")
     refusal.unless(dtype in FLOAT_DTYPES, f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
     refusal.raise_if_any()
     refusal.unless(q_heads % kv_heads == 0, f"q_heads must be a multiple of kv_heads, got {q_heads} and {kv_heads}")
     refusal.raise_if_any()
-    single = isinstance(seqlens, int) or (isinstance(seqlens, torch.Tensor) and seqlens.dim() == 0)
     batch = 1 if single else len(seqlens)  # type: ignore[arg-type]
     lengths = host_lengths(seqlens, batch, LONGEST if max_seqlen is None else max_seqlen, "plan_decode")
-    problem = DecodeProblem(batch, q_heads, kv_heads, head_dim, dim_v, dtype, q_len, window)
+    reach = None if window is None else int(window)
+    heads = (int(q_heads), int(kv_heads), int(head_dim), int(dim_v))
+    problem = DecodeProblem(batch, *heads, dtype, int(q_len), reach)
     plan = SplitPlan(problem, CPU_MODEL, max_seqlen=max_seqlen, batch_invariant=batch_invariant)
     plan.rewrite(lengths)
     return plan

@@ -11,6 +11,7 @@ import torch
 from flashdecoding.refusal import Refusal, in_range, is_finite, is_positive
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 
 
 class Facts(NamedTuple):
@@ -100,6 +101,9 @@ def check_signature(signature: Signature) -> Checked:
     if any(t.device.type != "cpu" for t in (s.q, s.k, s.v)):
         devices = ", ".join(str(t.device) for t in (s.q, s.k, s.v))
         raise NotImplementedError(f"{s.caller}: q, k, v are on {devices}; only the CPU has a backend")
+    quantised = [f"{name} is {t.dtype}" for name, t in (("k", s.k), ("v", s.v)) if t.dtype in QUANTISED_DTYPES]
+    if quantised:
+        raise NotImplementedError(f"{s.caller}: {', '.join(quantised)}: quantised caches have no backend yet")
     _check_shapes(refusal, s)
     _check_numbers(refusal, s)
     _check_tables(refusal, s)
