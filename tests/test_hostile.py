@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashdecoding import decode_attention, partial_attention, plan_decode
 from flashdecoding.cpu import threads
-from flashdecoding.testing import Problem, assert_same_bits, assert_within_bound, expect
+from flashdecoding.testing import Case, Problem, assert_same_bits, assert_within_bound, expect
 
 
 def _tensors(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,3 +215,28 @@ def test_pages_out_of_reach_may_hold_anything() -> None:
     spoiled[0, 300 // 16] = -1
     with pytest.raises(ValueError, match=r"page_table\[0, 18\] = -1"):
         partial_attention(q, k, v, page_table=spoiled, **call, **packed)
+
+
+@pytest.mark.parametrize("scale", [1e-300, -1e-46, 1e-40, 1e37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_at_the_ends_of_the_range(scale: float, dtype: torch.dtype) -> None:
+    """As if scores were equal, or all but the largest -inf: finite either way, in tiles that are padded too."""
+    problem = Case(dtype, 64, 64, 16, 2, (70,)).build().with_options(scale=scale)
+    out, lse = decode_attention(problem.q, problem.k, problem.v, **problem.options, return_lse=True)
+    assert_within_bound(out, lse, expect(problem))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("which", [(0,), (1, 2), (0, 1, 2)])
+def test_a_subclass_without_behaviour_is_a_tensor(which: tuple[int, ...]) -> None:
+    problem = Case(torch.float32, 64, 64, 4, 2, (70,)).build()
+    tensors = [problem.q, problem.k, problem.v]
+    wanted = decode_attention(*tensors, **problem.options)
+    for i in which:
+        tensors[i] = tensors[i].as_subclass(Subclass)
+    out = decode_attention(*tensors, **problem.options)
+    assert_same_bits(out.as_subclass(torch.Tensor), wanted)
+    assert partial_attention(*tensors, **problem.options).o.shape == wanted.shape

@@ -82,6 +82,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "cu-q-lens-batch": ({**_ragged(0, 3, 4), "q": ONES(2, 8, 4, 64)}, ("cu_q_lens", "2")),
     "cu-q-lens-dtype": ({**_ragged(0, 3, 4), "cu_q_lens": torch.tensor([0.0, 3, 4])}, ("cu_q_lens", "float32")),
     "cu-q-lens-sequences": (_ragged(0, 3, 3, 4), ("3", "2")),
+    "scale-huge": ({"scale": 3e38}, ("scale", "3e+38")),
     "scale-nan": ({"scale": float("nan")}, ("scale", "nan")),
     "scale-text": ({"scale": "0.5"}, ("scale", "0.5")),
     "causal-text": ({"causal": "yes"}, ("causal", "yes")),

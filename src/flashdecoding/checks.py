@@ -131,8 +131,9 @@ def _check_signature(
     )  # fmt: skip
     if key:
         if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = checked
+            oldest, *_ = list(_known)  # a list, since other threads add meanwhile
+            _known.pop(oldest, None)
+        return _known.setdefault(key, checked)
     return checked
 
 

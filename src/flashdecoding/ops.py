@@ -60,22 +60,29 @@ def _fake_partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: A
     return m, l, q.new_empty((*rows, v.shape[3]), dtype=dtype)
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a subclass that the dispatcher took for a plain tensor, as one: it would be sent here again."""
+    return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
+
+
 def bind(decode: Callable[..., Any], partial: Callable[..., Any]) -> None:
     """Give the operators their eager implementations, :func:`decode_attention` and :func:`partial_attention`."""
 
     def run_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = decode(q, k, v, **dict(zip(_NAMES, call, strict=True)), return_lse=True)
+        out, lse = decode(*map(_plain, (q, k, v)), **dict(zip(_NAMES, call, strict=True)), return_lse=True)
         return out, lse
 
     def run_decode_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> torch.Tensor:
         *options, out = call
-        lse: torch.Tensor = decode(q, k, v, **dict(zip(_NAMES, options, strict=True)), out=out, return_lse=True)[1]
+        lse: torch.Tensor = decode(
+            *map(_plain, (q, k, v)), **dict(zip(_NAMES, options, strict=True)), out=out, return_lse=True
+        )[1]
         return lse
 
     def run_partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, ...]:
         options = dict(zip(_PARTIAL_NAMES, call, strict=True))
         options["kv_start"] = 0 if options["kv_start"] is None else options["kv_start"]
-        state = partial(q, k, v, **options)
+        state = partial(*map(_plain, (q, k, v)), **options)
         return state.m, state.l, state.o
 
     for name, run, fake in (

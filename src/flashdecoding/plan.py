@@ -61,7 +61,7 @@ class Cut(NamedTuple):
     split_offsets: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=16)
 def cut_batch(
     lengths: tuple[int, ...], q_lens: tuple[int, ...], window: int | None, kv_heads: int, device: DeviceModel
 ) -> Cut:

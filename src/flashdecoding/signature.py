@@ -160,7 +160,10 @@ def _check_shapes(refusal: Refusal, s: Signature) -> None:
 
 def _check_numbers(refusal: Refusal, s: Signature) -> None:
     refusal.unless(isinstance(s.causal, bool), f"causal must be True or False, got {s.causal!r}")
-    refusal.unless(s.scale is None or is_finite(s.scale), f"scale must be a finite number, got {s.scale!r}")
+    if refusal.unless(s.scale is None or is_finite(s.scale), f"scale must be a finite number, got {s.scale!r}"):
+        most = torch.finfo(torch.float64 if s.q.dtype == torch.float64 else torch.float32).max / 2
+        fits = s.scale is None or abs(s.scale) <= most
+        refusal.unless(fits, f"scale must be at most {most:.2g} in size for {s.q.dtype}, got {s.scale!r}")
     capped = s.softcap is None or (is_finite(s.softcap) and s.softcap > 0)
     refusal.unless(capped, f"softcap must be a positive number or None, got {s.softcap!r}")
     refusal.unless(s.window is None or is_positive(s.window), f"window must be an int >= 1 or None, got {s.window!r}")

@@ -140,12 +140,13 @@ def prepare(checked: Checked, out_stride: tuple[int, ...], is_state: bool) -> La
     pages = (0, 0) if s.page_table is None else s.page_table.stride
     mask = (0, 0, 0, 0) if s.mask is None else _mask_strides(s.mask)
     tokens = s.q.shape[2]
+    scale = c.scale if abs(c.scale) >= torch.finfo(state_dtype(c.dtype)).smallest_normal else 0.0
     scratch_stride = shape.scratch_bytes(gathers=k[3] != element or v[3] != element)
     layout = Layout(
         scratch_stride=scratch_stride, batch=c.batch, kv_heads=c.kv_heads, group_size=c.q_heads // c.kv_heads,
-        q_sign=math.copysign(1.0, c.scale) if c.scale else 0.0,
-        factor=1.0 if c.softcap or not c.scale else abs(c.scale) * LOG2_E,
-        inverse_softcap=(abs(c.scale) or 1.0) / c.softcap if c.softcap else 0.0, softcap=c.softcap or 0.0,
+        q_sign=math.copysign(1.0, scale) if scale else 0.0,
+        factor=1.0 if c.softcap or not scale else abs(scale) * LOG2_E,
+        inverse_softcap=(abs(scale) or 1.0) / c.softcap if c.softcap else 0.0, softcap=c.softcap or 0.0,
         q_stride_h=q[1], q_stride_s=q[2], q_stride_d=q[3],
         k_stride_b=k[0], k_stride_h=k[1], k_stride_s=k[2], k_stride_d=k[3],
         v_stride_b=v[0], v_stride_h=v[1], v_stride_s=v[2], v_stride_d=v[3],
@@ -165,7 +166,7 @@ def prepare(checked: Checked, out_stride: tuple[int, ...], is_state: bool) -> La
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _sequences(launch: Launch, spans: Spans, cut: Cut) -> SequenceTable:
     """Layers of a step have the same lengths: the table is made once for all of them."""
     c, offsets, group = launch.checked, spans.q_offsets, launch.checked.q_heads // launch.checked.kv_heads

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 
 KEPT_BYTES = 8 << 20  # a larger workspace is freed after its call
+MOST_KEPT = 8
 _ALIGNMENT = 64
 
-_idle: list[Workspace] = []  # no more than calls that ever ran at once; its pop and append are atomic
+_idle: list[Workspace] = []  # its pop and append are atomic
 
 
 class Workspace(NamedTuple):
@@ -31,7 +32,7 @@ def borrow(size: int) -> Workspace:
 
 
 def give_back(workspace: Workspace) -> None:
-    if workspace.size <= KEPT_BYTES:
+    if workspace.size <= KEPT_BYTES and len(_idle) < MOST_KEPT:
         _idle.append(workspace)
 
 
