@@ -23,7 +23,6 @@ Lengths = int | Sequence[int] | torch.Tensor
 
 _INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
-
 _MOST_KNOWN = 4096
 _known: dict[tuple[Any, ...], Checked] = {}
 
@@ -87,7 +86,7 @@ def check_call(
     options = (max_q_len, scale, causal, window, softcap, kv_block, kv_stride)
     tensors = (q, k, v, page_table, cu_q_lens, sinks, alibi_slopes, mask)
     has_lengths = seqlens is not None or plan is not None
-    checked = _check_signature(caller, tensors, options, has_lengths, q_start is not None)
+    checked = _recall(caller, tensors, options, has_lengths, q_start is not None)
     batch, capacity = checked.batch, checked.capacity
     refusal = Refusal(caller)
 
@@ -108,27 +107,21 @@ def check_call(
     return call
 
 
-def _check_signature(
+def _recall(
     caller: str, tensors: tuple[Any, ...], options: tuple[Any, ...], has_lengths: bool, has_q_start: bool
-) -> Checked:  # fmt: skip
-    """What :func:`check_signature` says of a call, remembered."""
+) -> Checked:
+    """What :func:`check_signature` says of a call, remembered. Tensors and options are in the order of `Signature`."""
     try:
-        facts = [t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in tensors]
+        known = [t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in tensors]
         # With their types: 1, 1.0 and True are equal, but not all of them are right.
-        key = (caller, *facts, *options, *map(type, options), has_lengths, has_q_start)
+        key = (caller, *known, *options, *map(type, options), has_lengths, has_q_start)
         checked = _known.get(key)
         if checked is not None:
             return checked
     except (AttributeError, RuntimeError, TypeError):  # no tensor, or a kind without strides; an unhashable number
         key = ()
-    q, k, v, page_table, cu_q_lens, sinks, alibi_slopes, mask = map(Facts.of_given, tensors)
-    max_q_len, scale, causal, window, softcap, kv_block, kv_stride = options
-    checked = check_signature(
-        Signature(
-            caller, q or Facts.of(None), k or Facts.of(None), v or Facts.of(None), page_table, cu_q_lens, max_q_len,
-            scale, causal, window, softcap, sinks, alibi_slopes, mask, has_lengths, has_q_start, kv_block, kv_stride,
-        )
-    )  # fmt: skip
+    facts: tuple[Any, ...] = (*map(Facts.of, tensors[:3]), *map(Facts.of_given, tensors[3:]))
+    checked = check_signature(Signature(caller, *facts, *options, has_lengths, has_q_start))
     if key:
         if len(_known) >= _MOST_KNOWN:
             oldest, *_ = list(_known)  # a list, since other threads add meanwhile

@@ -1,4 +1,4 @@
-"""What a call is before any value is looked at: shapes, strides, dtypes and options, checked once and remembered."""
+"""What a call is before any value is looked at, shapes, strides, dtypes and options, and the checks of that."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class Signature(NamedTuple):
     v: Facts
     page_table: Facts | None
     cu_q_lens: Facts | None
+    sinks: Facts | None
+    alibi_slopes: Facts | None
+    mask: Facts | None
     max_q_len: int | None
     scale: float | None
     causal: bool
     window: int | None
     softcap: float | None
-    sinks: Facts | None
-    alibi_slopes: Facts | None
-    mask: Facts | None
-    has_lengths: bool
-    has_q_start: bool
     kv_block: int | None
     kv_stride: int | None
+    has_lengths: bool
+    has_q_start: bool
 
     def __str__(self) -> str:
         return f"q {self.q}, k {self.k}, v {self.v}"
@@ -69,7 +69,7 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """A signature found right, in the terms of the kernels. Compared by identity: one signature has one."""
+    """A signature found right, in the terms of the kernels. Compared by identity: `checks.py` remembers it."""
 
     signature: Signature
     batch: int

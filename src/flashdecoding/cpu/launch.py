@@ -15,8 +15,8 @@ import torch
 
 from flashdecoding.cpu.arguments import Layout, Run, Sequence
 from flashdecoding.cpu.compiled import workers
-from flashdecoding.cpu.kernels import LOG2_E
 from flashdecoding.cpu.shape import MAX_ROWS, kernel_shape
+from flashdecoding.cpu.softmax import LOG2_E
 from flashdecoding.cpu.threads import Worker, run_parallel
 from flashdecoding.cpu.workspace import borrow, give_back
 from flashdecoding.refusal import Refusal

@@ -7,7 +7,7 @@ tile by tile with a shift and a mask, which keeps the columns of o in the order 
 counts as 0.
 
 Tile registers: 0 and 1 accumulate, 2 and 3 are left operands, 4 is the right one. For a shape without the unit every
-intrinsic here is empty.
+intrinsic here is empty, or 0.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,16 +22,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from flashdecoding.cpu.shape import TILE
+from flashdecoding.cpu.shape import MATRIX_KEYS, TILE
 from flashdecoding.cpu.vector import I8, I16, I32, I64, Emitter, Value, address, vector_intrinsic
 
 SIDE = 16  # rows of a tile register, and its 32-bit columns
 TILE_BYTES = SIDE * 64
-KEYS_A_CALL = 2 * SIDE
 
 
-def _tile_intrinsic(result: Any, arguments: tuple[Any, ...], emit: Callable[..., None]) -> Any:
-    return vector_intrinsic(result, arguments, lambda e, *values: emit(e, *values) if e.shape.matrix else None)
+def _tile_intrinsic(result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
+    nothing = None if result is types.void else ir.Constant(I64, 0)
+    return vector_intrinsic(result, arguments, lambda e, *values: emit(e, *values) if e.shape.matrix else nothing)
 
 
 def _call(e: Emitter, name: str, *arguments: Value) -> None:
@@ -107,28 +107,18 @@ def _side_by_side(e: Emitter, low: Value, high: Value) -> Value:
 
 
 @intrinsic(prefer_literal=True)
-def evenly_spaced(typing_context, table):
+def evenly_spaced(typing_context, shape, table):
     """1 if the 16 addresses of a table step evenly, so that they are one left operand; else 0."""
 
-    def code(context, b, signature, values):
-        half = ir.VectorType(I64, 8)
-        (at,) = values
-        rows = [b.load(b.inttoptr(b.add(at, ir.Constant(I64, 64 * k)), half.as_pointer()), align=8) for k in (0, 1)]
-        first = b.extract_element(rows[0], ir.Constant(I32, 0))
-        step = b.sub(b.extract_element(rows[0], ir.Constant(I32, 1)), first)
+    def emit(e: Emitter, table: Value) -> Value:
+        rows = e.load(table, ir.VectorType(I64, SIDE))
+        first, second = (e.b.extract_element(rows, ir.Constant(I32, i)) for i in (0, 1))
+        places = ir.Constant(rows.type, list(range(SIDE)))
+        even = e.b.add(e.splat(first, SIDE), e.b.mul(e.splat(e.b.sub(second, first), SIDE), places))
+        differ = e.b.bitcast(e.b.icmp_signed("!=", rows, even), ir.IntType(SIDE))
+        return e.b.zext(e.b.icmp_unsigned("==", differ, ir.Constant(differ.type, 0)), I64)
 
-        def splat(x):
-            v = b.insert_element(ir.Constant(half, ir.Undefined), x, ir.Constant(I32, 0))
-            return b.shuffle_vector(v, v, ir.Constant(ir.VectorType(I32, 8), [0] * 8))
-
-        wrong = ir.Constant(ir.IntType(8), 0)
-        for k in (0, 1):
-            places = ir.Constant(half, list(range(8 * k, 8 * k + 8)))
-            differ = b.icmp_signed("!=", rows[k], b.add(splat(first), b.mul(splat(step), places)))
-            wrong = b.or_(wrong, b.bitcast(differ, ir.IntType(8)))
-        return b.zext(b.icmp_unsigned("==", wrong, ir.Constant(ir.IntType(8), 0)), I64)
-
-    return types.int64(address), code
+    return _tile_intrinsic(types.int64, (shape, address), emit)
 
 
 @intrinsic(prefer_literal=True)
@@ -221,7 +211,7 @@ def _half_up(e: Emitter, p: Value) -> Value:
 
 def _halves(e: Emitter, count: Value) -> Value:
     """Steps of 32 keys that hold ``count``."""
-    return e.b.lshr(e.add(count, KEYS_A_CALL - 1), ir.Constant(I64, 5))
+    return e.b.lshr(e.add(count, MATRIX_KEYS - 1), ir.Constant(I64, 5))
 
 
 @intrinsic(prefer_literal=True)
@@ -238,7 +228,7 @@ def weigh_tiles(typing_context, shape, blocks, o, p, table, ahead, area, count):
         zero = e.constant(words, 0)
         chunks = shape.head_dim_v // shape.chunk
         lines = -(-TILE * e.lines(shape.head_dim) // (2 * chunks))  # that a chunk asks for in pairs, then in products
-        pair_lines, product_lines = -(-lines // (TILE // 2)), -(-lines // (2 * TILE // KEYS_A_CALL))
+        pair_lines, product_lines = -(-lines // (TILE // 2)), -(-lines // (2 * TILE // MATRIX_KEYS))
         halves = _halves(e, count)
         pairs = e.b.shl(halves, ir.Constant(I64, 4))
         odd_area = 2 * TILE_BYTES
@@ -268,7 +258,7 @@ def weigh_tiles(typing_context, shape, blocks, o, p, table, ahead, area, count):
 
                 def half(h: Value, carried: list[Value], parity: int = parity) -> list[Value]:
                     _load_tile(e, 4, e.add(e.scaled(area, h, TILE_BYTES), parity * odd_area), 64)
-                    turn = e.add(h, parity * (TILE // KEYS_A_CALL))
+                    turn = e.add(h, parity * (TILE // MATRIX_KEYS))
                     line = e.add(e.b.add(asked, e.b.mul(turn, ir.Constant(I64, product_lines))), lines)
                     e.ask(ahead, count, shape.head_dim, line, product_lines)
                     for block in range(n):

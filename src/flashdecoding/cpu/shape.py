@@ -21,6 +21,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model, typeof_impl
 
 TILE = 64  # keys a tile: the scores of 32 rows are 8 KB, and stay in L1 with the K and V rows in flight
+MATRIX_KEYS = 32  # keys that the matrix unit takes at a time: two tile registers of K, one of weights
 MATRIX_ROWS = 5  # query rows from which a 16-row product on the matrix unit beats the vector units
 MAX_ROWS = 32  # query rows (queries x heads that share one kv head) of a work item; more rows make more items
 
@@ -103,123 +104,58 @@ class KernelShape(NamedTuple):
         accumulators = 16 if self.vector_bytes == 64 else 8
         return accumulators * self.vector_bytes // (self.chunk * self.sum_bytes)
 
-    # A thread's scratch: offsets of its areas, each a multiple of 64 bytes.
-
-    @property
-    def scratch_columns(self) -> int:
-        """After the packed queries (MAX_ROWS, padded_dim): the same as (MAX_ROWS / lanes, padded_dim, lanes)."""
-        return MAX_ROWS * self.q_row_bytes
-
-    @property
-    def scratch_wide(self) -> int:
-        """K rows widened to scores, (lanes, padded_dim)."""
-        return self.scratch_columns + MAX_ROWS * self.q_row_bytes
-
-    @property
-    def scratch_s(self) -> int:
-        """Scores (MAX_ROWS, TILE)."""
-        return self.scratch_wide + self.lanes * self.q_row_bytes
-
-    @property
-    def scratch_p(self) -> int:
-        """Weights (MAX_ROWS, TILE) of type ``sums``: in the place of the scores, where both have one type."""
-        return self.scratch_s + (MAX_ROWS * self.s_row_bytes if self.sums != self.scores else 0)
-
-    @property
-    def scratch_k(self) -> int:
-        """Addresses of the tile's K rows (with room for padding), of the next tile's, of its V rows; key indices."""
-        return self.scratch_p + MAX_ROWS * self.p_row_bytes
-
-    @property
-    def scratch_next(self) -> int:
-        """Addresses of the next tile's K rows."""
-        return self.scratch_k + 8 * (TILE + 8)
-
-    @property
-    def scratch_v(self) -> int:
-        return self.scratch_next + 8 * (TILE + 8)
-
-    @property
-    def scratch_keys(self) -> int:
-        return self.scratch_v + 8 * (TILE + 8)
-
-    @property
-    def scratch_low(self) -> int:
-        """First visible key of each row, then one past the last."""
-        return self.scratch_keys + 8 * (TILE + 8)
-
-    @property
-    def scratch_high(self) -> int:
-        return self.scratch_low + 8 * MAX_ROWS
-
-    @property
-    def scratch_offset(self) -> int:
-        """For ALiBi, float64: positions of the tile's keys relative to its first, then each row's anchor distance."""
-        return self.scratch_high + 8 * MAX_ROWS
-
-    @property
-    def scratch_anchor(self) -> int:
-        return self.scratch_offset + 8 * TILE
-
-    @property
-    def scratch_seen(self) -> int:
-        """Visibility bytes (MAX_ROWS, TILE) of a tile that rows see differently."""
-        return self.scratch_anchor + 8 * MAX_ROWS
-
     @property
     def padding(self) -> int:
         """Keys that scores are padded to."""
-        return 32 if self.matrix else self.lanes
-
-    @property
-    def scratch_m(self) -> int:
-        """A unit's m, l, and what its last tile shrinks them by, each (MAX_ROWS,) of float64."""
-        return self.scratch_seen + MAX_ROWS * TILE
-
-    @property
-    def scratch_l(self) -> int:
-        return self.scratch_m + 8 * MAX_ROWS
-
-    @property
-    def scratch_shrink(self) -> int:
-        return self.scratch_l + 8 * MAX_ROWS
-
-    @property
-    def scratch_squares(self) -> int:
-        """Scores by keys (MAX_ROWS / lanes, TILE, lanes), where a lane stands for each row."""
-        return self.scratch_shrink + 8 * MAX_ROWS
-
-    @property
-    def scratch_tiles(self) -> int:
-        """For the matrix unit: two configurations of its registers and four right operands."""
-        return self.scratch_squares + MAX_ROWS * self.s_row_bytes
-
-    @property
-    def scratch_weights(self) -> int:
-        """Weights as bfloat16 (MAX_ROWS, TILE), then rows of o."""
-        return self.scratch_tiles + (128 + 4096 if self.matrix else 0)
-
-    @property
-    def scratch_rows_o(self) -> int:
-        return self.scratch_weights + (MAX_ROWS * TILE * 2 if self.matrix else 0)
-
-    @property
-    def scratch_o(self) -> int:
-        """One merged row of o."""
-        return self.scratch_rows_o + (MAX_ROWS * self.o_row_bytes if self.matrix else 0)
-
-    @property
-    def scratch_gather(self) -> int:
-        """One q or output row, then the tile's K and V rows, where the elements of a row are not adjacent."""
-        return self.scratch_o + self.o_row_bytes
+        return MATRIX_KEYS if self.matrix else self.lanes
 
     @property
     def gather_row_bytes(self) -> int:
         return -(-8 * max(self.head_dim, self.head_dim_v) // 64) * 64
 
+    @property
+    def areas(self) -> dict[str, int]:
+        """A thread's scratch: its areas in order and the bytes of each, multiples of 64."""
+        rows, addresses, numbers = MAX_ROWS, 8 * (TILE + 8), 8 * MAX_ROWS
+        matrix = 1 if self.matrix else 0
+        return {
+            "queries": rows * self.q_row_bytes,  # packed, (rows, padded_dim)
+            "columns": rows
+            * self.q_row_bytes,  # transposed, (rows / lanes, padded_dim, lanes); or the matrix unit's pairs
+            "wide": self.lanes * self.q_row_bytes,  # K rows as scores; or copies of a tile's for the matrix unit
+            "s": rows * self.s_row_bytes
+            if self.sums != self.scores
+            else 0,  # scores (rows, TILE): else in weights' place
+            "p": rows * self.p_row_bytes,  # weights (rows, TILE) of type ``sums``
+            "k": addresses,  # of the tile's K rows, with room for padding
+            "next": addresses,  # of the next tile's
+            "v": addresses,
+            "keys": addresses,  # indices of the tile's keys
+            "low": numbers,  # first visible key of each row
+            "high": numbers,  # one past the last
+            "offset": 8 * TILE,  # float64, for ALiBi: positions of the tile's keys relative to its first
+            "anchor": numbers,  # float64, for ALiBi: a distance for each row
+            "seen": rows * TILE,  # bytes: which row sees which key, where rows differ
+            "m": numbers,  # float64, with l the unit's state
+            "l": numbers,
+            "shrink": numbers,  # float64: what the last tile shrinks a row of o by
+            "squares": rows * self.s_row_bytes,  # scores by keys, (rows / lanes, TILE, lanes)
+            "configuration": matrix * 128,  # of the matrix unit: what was, and ours
+            "operands": matrix * 4096,  # right operands made of V
+            "weights": matrix * rows * TILE * 2,  # bfloat16 (rows, TILE)
+            "rows_o": matrix * rows * self.o_row_bytes,
+            "o": self.o_row_bytes,  # one merged row
+            "gather": self.gather_row_bytes,  # a q or output row whose elements lie apart; then K and V rows
+        }
+
+    def offset(self, area: str) -> int:
+        """Bytes from the start of a thread's scratch to an area."""
+        names = list(self.areas)
+        return sum(list(self.areas.values())[: names.index(area)])
+
     def scratch_bytes(self, gathers: bool) -> int:
-        """Scratch a thread; ``gathers`` if K or V rows must be gathered."""
-        return self.scratch_gather + (1 + 2 * TILE if gathers else 1) * self.gather_row_bytes
+        """Scratch a thread; ``gathers`` if the tile's K or V rows must be gathered."""
+        return sum(self.areas.values()) + (2 * TILE * self.gather_row_bytes if gathers else 0)
 
 
 @functools.cache
@@ -294,3 +230,14 @@ def fact(typing_context, shape, name):  # type: ignore[no-untyped-def]
         return ir.Constant(ir.IntType(64), value)
 
     return types.int64(shape, name), emit
+
+
+@intrinsic(prefer_literal=True)
+def place(typing_context, shape, scratch, area):  # type: ignore[no-untyped-def]
+    """Address of an area of the scratch at ``scratch``: ``place(shape, scratch, "columns")``."""
+    offset = shape.shape.offset(area.literal_value)
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.add(arguments[1], ir.Constant(ir.IntType(64), offset))
+
+    return types.int64(shape, types.int64, area), emit

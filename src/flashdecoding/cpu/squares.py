@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from flashdecoding.cpu.shape import MATRIX_KEYS
 from flashdecoding.cpu.vector import F64, I64, Emitter, Value, address, vector_intrinsic
 
 CHAINS = 4  # maxima in flight
@@ -64,7 +65,7 @@ def move_maxima(typing_context, shape, s, count, padded, factor, m, l, shrink):
 def exponentials(typing_context, shape, s, padded, factor, m, l, coming, ahead):
     """The second half: s[j, r] = 2**((s[j, r] - m[r]) * factor); l grows by them.
 
-    Meanwhile, for every 32 keys, ``coming`` V rows of the same place in ``ahead`` are brought towards the core.
+    Meanwhile, for every MATRIX_KEYS, ``coming`` V rows of the same place in ``ahead`` are brought towards the core.
     """
     asked = coming.literal_value
 
@@ -72,14 +73,14 @@ def exponentials(typing_context, shape, s, padded, factor, m, l, coming, ahead):
         wide, vector = ir.VectorType(F64, e.lanes), e.shape.vector_bytes
         scale, base = e.splat(e.convert(factor, e.score.element)), e.convert(e.load(m, wide), e.score)
         base = e.b.select(e.b.fcmp_ordered(">", base, e.constant(e.score, -math.inf)), base, e.constant(e.score, 0.0))
-        lines = -(-asked * e.lines(e.shape.head_dim_v) // 16)
+        lines = -(-asked * e.lines(e.shape.head_dim_v) // (MATRIX_KEYS // 2))
 
         def pair(i: Value, sums: list[Value]) -> list[Value]:
             at = e.scaled(s, i, 2 * vector)
             p = [e.exp2(e.b.fmul(e.b.fsub(e.load(at, e.score, vector * k), base), scale)) for k in (0, 1)]
             if asked:
-                half, turn = (f(i, ir.Constant(I64, 16)) for f in (e.b.udiv, e.b.urem))
-                rows, first = e.scaled(ahead, half, 8 * 32), e.b.mul(turn, ir.Constant(I64, lines))
+                half, turn = (f(i, ir.Constant(I64, MATRIX_KEYS // 2)) for f in (e.b.udiv, e.b.urem))
+                rows, first = e.scaled(ahead, half, 8 * MATRIX_KEYS), e.b.mul(turn, ir.Constant(I64, lines))
                 e.ask(rows, ir.Constant(I64, asked), e.shape.head_dim_v, first, lines)
             for k, x in enumerate(p):
                 e.store(x, at, vector * k)

@@ -10,7 +10,7 @@ from flashdecoding.cpu.arguments import Sequence, argument, sequence_field
 from flashdecoding.cpu.matrix import pair_columns
 from flashdecoding.cpu.products import transpose_rows
 from flashdecoding.cpu.rows import fill_rows, load, store, widen_row
-from flashdecoding.cpu.shape import MATRIX_ROWS, TILE, fact
+from flashdecoding.cpu.shape import MATRIX_ROWS, TILE, fact, place
 
 kernel = njit(nogil=True, error_model="numpy", boundscheck=False)
 # For functions with one caller, or one line: each level of calls is optimised once more, which doubles compile time.
@@ -66,13 +66,34 @@ def copy_row(element_bytes, target, target_stride, source, source_stride, count)
 
 
 @kernel
+def by_tiles(shape, rows):
+    """Whether a block of rows is multiplied on the matrix unit."""
+    return fact(shape, "matrix") != 0 and rows >= MATRIX_ROWS
+
+
+@kernel
+def padded_count(shape, count):
+    padding = fact(shape, "padding")
+    return (count + padding - 1) // padding * padding
+
+
+@kernel
+def rows_by_square(shape, rows):
+    """Rows of a block in squares of ``lanes``: full ones, and a last one if enough of it is in use to pay."""
+    lanes = fact(shape, "lanes")
+    if fact(shape, "matrix"):
+        return (rows + lanes - 1) // lanes * lanes if by_tiles(shape, rows) else 0
+    return (rows + lanes // 4) // lanes * lanes
+
+
+@kernel
 def pack_queries(shape, args, seq, head, first_row, rows, scratch):
     """Queries of a row block as scores, and each row's interval of visible keys.
 
     Row r of a kv head is query r // group_size of its head r % group_size. Returns the union of the intervals.
     """
     group, causal, window = argument(args, "group_size"), argument(args, "causal"), argument(args, "window")
-    element, gathered = fact(shape, "element_bytes"), scratch + fact(shape, "scratch_gather")
+    element, gathered = fact(shape, "element_bytes"), place(shape, scratch, "gather")
     lowest, highest = 1 << 62, 0
     for r in range(rows):
         i, g = divmod(first_row + r, group)
@@ -88,26 +109,17 @@ def pack_queries(shape, args, seq, head, first_row, rows, scratch):
             high = min(high, keys_up_to(args, seq, position))
         if window:
             low = max(low, keys_up_to(args, seq, position - window))
-        store("int64", scratch + fact(shape, "scratch_low"), r, low)
-        store("int64", scratch + fact(shape, "scratch_high"), r, high)
+        store("int64", place(shape, scratch, "low"), r, low)
+        store("int64", place(shape, scratch, "high"), r, high)
         if low < high:
             lowest, highest = min(lowest, low), max(highest, high)
     for r in range(0, rows_by_square(shape, rows), fact(shape, "lanes")):
         offset = r * fact(shape, "q_row_bytes")
-        columns = scratch + fact(shape, "scratch_columns") + offset
+        columns = place(shape, scratch, "columns") + offset
         transpose_rows(shape, columns, scratch + offset)
         if fact(shape, "matrix"):
             pair_columns(shape, columns)
     return lowest, highest
-
-
-@kernel
-def rows_by_square(shape, rows):
-    """Rows of a block in squares of ``lanes``: full ones, and a last one if enough of it is in use to pay."""
-    lanes = fact(shape, "lanes")
-    if fact(shape, "matrix"):
-        return (rows + lanes - 1) // lanes * lanes if rows >= MATRIX_ROWS else 0
-    return (rows + lanes // 4) // lanes * lanes
 
 
 @kernel
@@ -157,14 +169,14 @@ def masked_in(args, seq, head, i, key):
 def visible_keys(shape, args, seq, head, first_row, rows, first, count, k, scratch):
     """Keep the keys of a tile that some row sees; note who sees what. Returns (keys kept, rows differ)."""
     group = argument(args, "group_size")
-    keys, seen = scratch + fact(shape, "scratch_keys"), scratch + fact(shape, "scratch_seen")
-    v = scratch + fact(shape, "scratch_v")
+    keys, seen = place(shape, scratch, "keys"), place(shape, scratch, "seen")
+    v = place(shape, scratch, "v")
     kept, differ = 0, False
     for j in range(count):
         key, viewers = first + j, 0
         for r in range(rows):
-            sees = load("int64", scratch + fact(shape, "scratch_low"), r) <= key
-            sees = sees and key < load("int64", scratch + fact(shape, "scratch_high"), r)
+            sees = load("int64", place(shape, scratch, "low"), r) <= key
+            sees = sees and key < load("int64", place(shape, scratch, "high"), r)
             if sees and argument(args, "mask"):
                 i, g = divmod(first_row + r, group)
                 sees = masked_in(args, seq, head * group + g, i, key)
@@ -183,9 +195,9 @@ def visible_keys(shape, args, seq, head, first_row, rows, first, count, k, scrat
 def rows_agree(shape, rows, first, count, scratch):
     """Whether every row sees every key of the tile, as far as intervals go."""
     for r in range(rows):
-        if load("int64", scratch + fact(shape, "scratch_low"), r) > first:
+        if load("int64", place(shape, scratch, "low"), r) > first:
             return False
-        if load("int64", scratch + fact(shape, "scratch_high"), r) < first + count:
+        if load("int64", place(shape, scratch, "high"), r) < first + count:
             return False
     return True
 
