@@ -120,8 +120,8 @@ def _recall(
             return checked
     except (AttributeError, RuntimeError, TypeError):  # no tensor, or a kind without strides; an unhashable number
         key = ()
-    facts: tuple[Any, ...] = (*map(Facts.of, tensors[:3]), *map(Facts.of_given, tensors[3:]))
-    checked = check_signature(Signature(caller, *facts, *options, has_lengths, has_q_start))
+    facts = (*map(Facts.of, tensors[:3]), *map(Facts.of_given, tensors[3:]))
+    checked = check_signature(Signature._make((caller, *facts, *options, has_lengths, has_q_start)))
     if key:
         if len(_known) >= _MOST_KNOWN:
             oldest, *_ = list(_known)  # a list, since other threads add meanwhile
