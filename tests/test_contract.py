@@ -19,6 +19,7 @@ from flashdecoding.testing import (
     assert_within_bound,
     expect,
     poison_unseen,
+    visible_keys,
     worst_roundings,
 )
 
@@ -167,6 +168,9 @@ REACH: dict[str, Case] = {
     "fp64": Case(torch.float64, 33, 33, 5, 1, (130, 65), q_len=5),
 }
 
+ROWS_DIFFER = ("plain", "causal", "causal-bf16", "window", "mask", "tree", "ragged", "fp64")
+"""Of these: where some row sees what another does not."""
+
 
 def _spoil(x: Tensor, value: float, *places: tuple[int, ...]) -> Tensor:
     x = x.clone()
@@ -214,6 +218,26 @@ def test_non_finite_values_reach_the_rows_that_see_them(
         assert not wanted.out.isfinite().all()
     out, lse = decode(arrange(problem.to(backend), layout))
     assert_within_bound(out, lse, wanted)
+
+
+@on_every_backend
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("name", ROWS_DIFFER)
+def test_non_finite_values_change_no_bit_of_other_rows(name: str, where: str, backend: str) -> None:
+    case = REACH[name]
+    skip_unless_supported(case, backend)
+    clean, spoiled = case.build(), _spoiled(case, where, torch.nan)
+    bad = ~getattr(spoiled, where).isfinite().all(-1)  # (B, Hkv, capacity)
+    bad = bad.repeat_interleave(case.q_heads // case.kv_heads, 1)[:, :, None]
+    sees = (visible_keys(clean) & bad).any(-1)  # (B, Hq, max q_len)
+    if isinstance(case.q_len, tuple):  # packed
+        sees = torch.cat([sees[b, :, :n] for b, n in enumerate(case.q_len)], 1)[None]
+    assert sees.any() and not sees.all()
+    wanted_out, wanted_lse = decode(clean.to(backend))
+    out, lse = decode(spoiled.to(backend))
+    assert_same_bits(out[~sees], wanted_out[~sees])
+    assert_same_bits(lse[~sees], wanted_lse[~sees])
+    assert not out[sees].isfinite().all()
 
 
 # Line 4: numbers of any size are ordinary input (the bound itself is checked everywhere)

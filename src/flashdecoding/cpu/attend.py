@@ -7,7 +7,7 @@ from __future__ import annotations
 from flashdecoding.cpu.arguments import argument
 from flashdecoding.cpu.matrix import SIDE, evenly_spaced, tile_scores, weigh_tiles
 from flashdecoding.cpu.products import KEYS, dots, square_dots, weigh
-from flashdecoding.cpu.rows import load, non_finite_row, store, widen_row
+from flashdecoding.cpu.rows import add_row, load, non_finite_row, store, widen_row, zero_row
 from flashdecoding.cpu.shape import MATRIX_KEYS, TILE, fact, place
 from flashdecoding.cpu.softmax import fill_offsets, score_factor, softmax_rows, softmax_squares, squares_to_rows
 from flashdecoding.cpu.tiles import (
@@ -129,15 +129,31 @@ def any_non_finite(shape, count, scratch):
     return total != 0.0  # NaN
 
 
-@inlined
+@kernel
 def weigh_seen_values(shape, rows, count, scratch, o):
-    """The same, one visible (row, key) at a time: 0 * NaN of an invisible key must not reach a row."""
+    """The same row by row, with zeros in place of the V rows that a row does not see: 0 * NaN must not reach it.
+
+    The unit that multiplies is the block's own, so the rows' bits are what they are without the NaN.
+    """
+    v, seen, zeros = place(shape, scratch, "v"), place(shape, scratch, "seen"), place(shape, scratch, "o")
+    o_bytes, p_bytes = fact(shape, "o_row_bytes"), fact(shape, "p_row_bytes")
+    zero_row(shape, zeros)
     for r in range(rows):
-        p = place(shape, scratch, "p") + r * fact(shape, "p_row_bytes")
-        for j in range(count):
-            if load("uint8", place(shape, scratch, "seen") + r * TILE, j):
-                v = place(shape, scratch, "v") + 8 * j
-                weigh(shape, 1, o + r * fact(shape, "o_row_bytes"), p + j * fact(shape, "sum_bytes"), v, v, 0, 1)
+        table = place(shape, scratch, "row_v")
+        for j in range(padded_count(shape, count)):
+            sees = j < count and load("uint8", seen + r * TILE, j)
+            store("int64", table, j, load("int64", v, j) if sees else zeros)
+        if by_tiles(shape, rows):  # as the first of 16 rows; what stands in the others is dropped
+            alone, area = place(shape, scratch, "alone"), place(shape, scratch, "operands")
+            rounded = place(shape, scratch, "weights") + r * TILE * 2
+            for row in range(SIDE):
+                zero_row(shape, alone + row * o_bytes)
+            add_row(shape, alone, o + r * o_bytes, 1.0)
+            weigh_tiles(shape, 1, alone, rounded, table, table, area, count)
+            zero_row(shape, o + r * o_bytes)
+            add_row(shape, o + r * o_bytes, alone, 1.0)
+        else:
+            weigh(shape, 1, o + r * o_bytes, place(shape, scratch, "p") + r * p_bytes, table, table, 0, count)
 
 
 @inlined

@@ -130,6 +130,7 @@ class KernelShape(NamedTuple):
             "k": addresses,  # of the tile's K rows, with room for padding
             "next": addresses,  # of the next tile's
             "v": addresses,
+            "row_v": addresses,  # of those that one row sees, where a V row that others see is not finite
             "keys": addresses,  # indices of the tile's keys
             "low": numbers,  # first visible key of each row
             "high": numbers,  # one past the last
@@ -144,7 +145,8 @@ class KernelShape(NamedTuple):
             "operands": matrix * 4096,  # right operands made of V
             "weights": matrix * rows * TILE * 2,  # bfloat16 (rows, TILE)
             "rows_o": matrix * rows * self.o_row_bytes,
-            "o": self.o_row_bytes,  # one merged row
+            "alone": matrix * rows // 2 * self.o_row_bytes,  # a row that is multiplied by itself, as one of 16
+            "o": self.o_row_bytes,  # one merged row; in stage 1 zeros in place of a V row
             "gather": self.gather_row_bytes,  # a q or output row whose elements lie apart; then K and V rows
         }
 
