@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashdecoding import decode_attention, partial_attention, plan_decode
@@ -37,8 +38,61 @@ def test_freed_storage_is_refused(name: str) -> None:
     named: dict[str, Tensor] = {"q": q, "k": k, "v": v, "mask": torch.ones(1, 1, 1, 300, dtype=torch.bool)}
     named["out"] = torch.empty(2, 8, 1, 64)
     named[name].untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="no memory"):
+    with pytest.raises(ValueError, match=f"{name} of shape .* has no memory"):
         decode_attention(**named)
+
+
+without_torchs_own_warning = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning")
+
+
+@without_torchs_own_warning
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_transforms_are_refused(index: int) -> None:
+    tensors = list(_tensors())
+    name = "qkv"[index]
+
+    def call(x: Tensor) -> Tensor:
+        out = decode_attention(*tensors[:index], x, *tensors[index + 1 :])
+        assert isinstance(out, Tensor)
+        return out
+
+    stacked = torch.stack([tensors[index]] * 2)
+    with pytest.raises(ValueError, match=f"{name} of shape .* has no memory"):
+        torch.vmap(call)(stacked)
+    with pytest.raises(ValueError, match=f"{name}: requires grad"):
+        torch.func.grad(lambda x: call(x).sum())(tensors[index])
+    with pytest.raises(ValueError, match=f"{name}: has a forward-mode tangent"):
+        torch.func.jvp(call, (tensors[index],), (tensors[index],))
+
+
+@without_torchs_own_warning
+@pytest.mark.parametrize("name", ["q", "v", "sinks", "alibi_slopes", "out"])
+def test_a_tangent_is_not_dropped(name: str) -> None:
+    q, k, v = _tensors()
+    named: dict[str, Tensor] = {"q": q, "k": k, "v": v, "sinks": torch.zeros(8), "alibi_slopes": torch.zeros(8)}
+    named["out"] = torch.zeros(2, 8, 1, 64)
+    with forward_ad.dual_level(), torch.no_grad():  # which turns off backward mode only
+        decode_attention(**named)
+        named[name] = forward_ad.make_dual(named[name], torch.ones_like(named[name]))
+        with pytest.raises(ValueError, match=f"{name}: has a forward-mode tangent"):
+            decode_attention(**named)
+
+
+@pytest.mark.parametrize("name", ["seqlens", "kv_begin"])
+@pytest.mark.parametrize(
+    ("lengths", "reason"),
+    [
+        (torch.tensor([100, 7]).to_sparse(), "sparse"),
+        (torch.nested.nested_tensor([torch.tensor([100]), torch.tensor([7])], layout=torch.jagged), "nested"),
+        (torch._efficientzerotensor((2,), dtype=torch.int64), "read"),
+    ],
+    ids=["sparse", "nested", "zero-tensor"],
+)
+def test_lengths_of_other_layouts_are_refused(name: str, lengths: Tensor, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be .*{reason}"):
+        decode_attention(*_tensors(), **{name: lengths})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"seqlens must be .*{reason}"):
+        plan_decode(lengths, q_heads=8, kv_heads=2, head_dim=64, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])

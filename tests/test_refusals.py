@@ -234,3 +234,7 @@ def test_a_refused_call_writes_nothing() -> None:
         table = torch.tensor([[0, 1, 2], [3, -1, 5]], dtype=torch.int32)
         decode_attention(**{**_good(), **_paged(table=table)}, out=out)
     assert (out == 7.0).all()
+    packed, ragged = torch.full((1, 8, 9, 64), 7.0), {"cu_q_lens": _ints(0, 3, 5), "max_q_len": 3}
+    with pytest.raises(ValueError, match="-1"):  # tokens 5 to 8 belong to no sequence
+        decode_attention(**{**_good(), **_paged(table=table), **ragged, "q": ONES(1, 8, 9, 64)}, out=packed)
+    assert (packed == 7.0).all()

@@ -84,7 +84,8 @@ def decode_attention(
         Packed like q.
 
     Raises:
-        ValueError: arguments that do not fit, all reasons named; or an input requires grad while grad is enabled.
+        ValueError: arguments that do not fit, all reasons named; or an input requires grad while grad is enabled, or
+            has a forward-mode tangent.
         NotImplementedError: a device or cache format without a backend.
 
     Example:
@@ -95,7 +96,7 @@ def decode_attention(
     """
     caller = "decode_attention"
     refuse_quantised(caller, k_scale, v_scale, k_zero, v_zero)
-    refuse_grad(caller, (q, k, v, sinks, alibi_slopes))
+    refuse_grad(caller, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
     if ops.traced(q, k, v):
         if plan is not None:
             check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, window)
@@ -179,7 +180,7 @@ def partial_attention(
     """
     caller = "partial_attention"
     refuse_quantised(caller, k_scale, v_scale, k_zero, v_zero)
-    refuse_grad(caller, (q, k, v, alibi_slopes))
+    refuse_grad(caller, q=q, k=k, v=v, alibi_slopes=alibi_slopes)
     if ops.traced(q, k, v):
         if plan is not None:
             positioned = q_start is not None or not (isinstance(kv_start, int) and kv_start == 0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from flashdecoding.refusal import LARGEST, Refusal, in_range
 from flashdecoding.signature import Checked, Facts, Signature, check_signature
@@ -141,6 +142,9 @@ def host_lengths(lengths: Lengths, batch: int, most: int | None, caller: str, na
 def read_lengths(refusal: Refusal, lengths: Lengths, batch: int, most: int | None, name: str) -> tuple[int, ...]:
     """The same, reasons noted in ``refusal``."""
     if isinstance(lengths, torch.Tensor):
+        if lengths.layout != torch.strided or lengths.is_nested:
+            refusal.unless(False, f"{name} must be a strided tensor, got {Facts.of(lengths).kind}")
+            return ()
         whole = refusal.unless(
             lengths.dtype in _INTEGER_DTYPES, f"{name} must be an integer tensor, got {lengths.dtype}"
         )
@@ -148,7 +152,11 @@ def read_lengths(refusal: Refusal, lengths: Lengths, batch: int, most: int | Non
         here = refusal.unless(lengths.device.type == "cpu", f"{name} must be on the CPU, got {lengths.device}")
         if not (whole and flat and here):
             return ()
-        numbers: list[Any] = lengths.tolist() if lengths.dim() else [lengths.item()] * batch
+        try:
+            numbers: list[Any] = lengths.tolist() if lengths.dim() else [lengths.item()] * batch
+        except RuntimeError as error:  # a tensor inside a transform, or one without elements in memory
+            refusal.unless(False, f"{name} must be a tensor whose values can be read: {str(error).splitlines()[0]}")
+            return ()
     else:
         listed = isinstance(lengths, Iterable) and not isinstance(lengths, (str, bytes, set, frozenset, dict))
         if isinstance(lengths, np.ndarray):
@@ -175,13 +183,22 @@ def refuse_quantised(caller: str, k_scale: Any, v_scale: Any, k_zero: Any, v_zer
     raise NotImplementedError(f"{caller}: {given}: quantised caches have no backend yet; k and v must have q's dtype")
 
 
-def refuse_grad(caller: str, tensors: Iterable[Any]) -> None:
-    """Forward only: raises where autograd would expect a gradient."""
-    if not torch.is_grad_enabled():
-        return
-    for t in tensors:  # not a generator: this is a part of every call's fixed cost
-        if isinstance(t, torch.Tensor) and t.requires_grad:
-            raise ValueError(f"{caller}: an input requires grad, and no gradients are computed; use torch.no_grad()")
+def refuse_grad(caller: str, **inputs: Any) -> None:
+    """Forward only: raises where autograd would expect a gradient or a tangent."""
+    if torch.is_grad_enabled():
+        asking = [name for name, t in inputs.items() if isinstance(t, torch.Tensor) and t.requires_grad]
+        if asking:
+            reason = "requires grad, and no gradients are computed; use torch.no_grad()"
+            raise ValueError(f"{caller}: {', '.join(asking)}: {reason}")
+    if forward_ad._current_level >= 0:  # else no tensor has a tangent, and asking is not for every call
+        dual = [name for name, t in inputs.items() if _has_tangent(t)]
+        if dual:
+            reason = "has a forward-mode tangent, and no derivatives are computed; unpack_dual gives the primal"
+            raise ValueError(f"{caller}: {', '.join(dual)}: {reason}")
+
+
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def refuse_without_backend(caller: str, device: torch.device) -> None:
@@ -200,9 +217,8 @@ def check_out(call: Call, out: torch.Tensor) -> None:
         refusal.unless(out.dtype == call.q.dtype, f"out must have q's dtype {call.q.dtype}, got {out.dtype}")
         refusal.unless(out.device == call.q.device, f"out must be on q's device {call.q.device}, got {out.device}")
         refusal.unless(not _overlaps(facts), f"out's elements must not share memory, got strides {tuple(out.stride())}")
-        wanted = torch.is_grad_enabled() and out.requires_grad
-        refusal.unless(not wanted, "out requires grad, and no gradients are computed; call it under torch.no_grad()")
     refusal.raise_if_any()
+    refuse_grad(call.checked.signature.caller, out=out)
 
 
 def _overlaps(facts: Facts) -> bool:

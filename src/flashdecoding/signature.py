@@ -28,7 +28,8 @@ class Facts(NamedTuple):
         if not isinstance(value, torch.Tensor):
             return cls(None, None, None, None, type(value).__name__)
         if value.layout != torch.strided or value.is_nested:
-            return cls(None, None, None, None, f"{type(value).__name__} of layout {value.layout}")
+            kind = "nested layout" if value.is_nested else f"layout {value.layout}"
+            return cls(None, None, None, None, f"{type(value).__name__} of {kind}")
         if value.is_neg():  # a view that stands for its negative, such as complex.conj().imag
             return cls(None, None, None, None, f"{type(value).__name__} with its sign bit pending (see resolve_neg)")
         return cls(value.shape, value.stride(), value.dtype, value.device)

@@ -101,13 +101,12 @@ def run(call: Call, cut: Cut, results: Results) -> None:
         ValueError: a page id outside [0, pages) among the pages that hold keys in reach.
     """
     launch = prepare(call.checked, results.out.stride(), results.m is not None)
-    if call.spans.q_offsets is not None:
-        _clear_unused(call.spans.q_offsets[-1], results)
     table = _sequences(launch, call.spans, cut)
-    if table.out_rows == 0:
-        return
-    if call.page_table is not None:
+    if call.page_table is not None and table.out_rows:
         _check_pages(call, call.page_table, table.rows)
+    if table.out_rows == 0:
+        _clear_unused(call.spans.q_offsets, results)
+        return
     threads = min(torch.get_num_threads(), table.units) if table.large and table.units else 1
     part_bytes = -(-table.parts * (launch.part_o_bytes + 16) // 64) * 64
     workspace = borrow(part_bytes + threads * launch.scratch_stride)
@@ -117,10 +116,13 @@ def run(call: Call, cut: Cut, results: Results) -> None:
     sinks = None if call.sinks is None else _as_float64(call.sinks, (heads,))
     arguments = launch.layout + Run(
         ctypes.addressof(counters), base + part_bytes, table.address, table.units, table.out_rows,
-        base, base + table.parts * launch.part_o_bytes, _address(call.q), _address(call.k), _address(call.v),
-        _address(call.page_table), _address(alibi), _address(sinks), _address(call.mask), _address(results.out),
-        _address(results.lse), _address(results.m), _address(results.l),
+        base, base + table.parts * launch.part_o_bytes,
+        *_addresses(
+            launch, q=call.q, k=call.k, v=call.v, page_table=call.page_table, alibi_slopes=alibi, sinks=sinks,
+            mask=call.mask, out=results.out, lse=results.lse, m=results.m, l=results.l,
+        ),
     ).pack()  # fmt: skip
+    _clear_unused(call.spans.q_offsets, results)
     run_parallel(launch.split_worker, arguments, threads)
     merging = table.parts * launch.part_sums >= THREAD_WORK // 4
     run_parallel(launch.merge_worker, arguments, threads if merging else 1)
@@ -191,8 +193,11 @@ def _sequences(launch: Launch, spans: Spans, cut: Cut) -> SequenceTable:
     return SequenceTable(table, table.buffer_info()[0], units * c.kv_heads, rows, parts, work >= THREAD_WORK)
 
 
-def _clear_unused(used: int, results: Results) -> None:
+def _clear_unused(q_offsets: tuple[int, ...] | None, results: Results) -> None:
     """Packed query slots that belong to no sequence: empty rows."""
+    if q_offsets is None:
+        return
+    used = q_offsets[-1]
     results.out[:, :, used:] = 0
     for tensor, empty in ((results.lse, -torch.inf), (results.m, -torch.inf), (results.l, 0.0)):
         if tensor is not None:
@@ -203,14 +208,20 @@ def _as_float64(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor.to(torch.float64).expand(shape).contiguous()
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    """0 for None. A tensor of some other kind may have no memory to point to: fake, functional, or freed."""
-    if tensor is None:
-        return 0
-    address = tensor.data_ptr()
-    if address == 0 and tensor.numel():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory (a fake tensor, or freed storage)")
-    return address
+def _addresses(launch: Launch, **tensors: torch.Tensor | None) -> list[int]:
+    """0 for None. A tensor of some other kind may have no memory to point to."""
+    found = []
+    for name, tensor in tensors.items():
+        try:
+            address = 0 if tensor is None else tensor.data_ptr()
+        except RuntimeError:  # inside torch.vmap or another transform
+            address = 0
+        if address == 0 and tensor is not None and tensor.numel():
+            kinds = "a fake tensor, freed storage, or a tensor inside a transform such as torch.vmap"
+            caller = launch.checked.signature.caller
+            raise ValueError(f"{caller}: {name} of shape {tuple(tensor.shape)} has no memory ({kinds})")
+        found.append(address)
+    return found
 
 
 def _strides(facts: Facts, element: int) -> list[int]:
