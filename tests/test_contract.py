@@ -294,6 +294,14 @@ def test_one_product_dwarfs_the_others(kernel_class: Any, q_len: int, shift: flo
     assert_within_bound(*decode(problem.to(backend)), wanted)
 
 
+def test_float64_sinks_far_from_equal_scores() -> None:
+    """A sink is subtracted as it was given: a factor log2(e) on it would round at its size."""
+    problem = Case(torch.float64, 33, 33, 8, 2, (130, 500)).build()
+    sinks = torch.linspace(-9.0, 90.0, 8, dtype=torch.float64)
+    problem = problem.with_caches(problem.k[:, :, :1].expand_as(problem.k), problem.v).with_options(sinks=sinks)
+    assert_within_bound(*decode(problem), expect(problem))
+
+
 @on_every_backend
 def test_fp32_ignores_the_global_matmul_switch(backend: str) -> None:
     problem = Case(*FP32, 16, 2, (513, 129), q_len=8).build(backend)

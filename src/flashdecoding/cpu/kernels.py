@@ -20,7 +20,7 @@ from flashdecoding.cpu.attend import attend_tile
 from flashdecoding.cpu.matrix import begin_tiles, end_tiles
 from flashdecoding.cpu.rows import add_row, fetch_add, load, prefetch_k, store, write_row, zero_row
 from flashdecoding.cpu.shape import MAX_ROWS, TILE, fact, place
-from flashdecoding.cpu.softmax import LOG2_E, fill_anchors, finish_maxima, store_score
+from flashdecoding.cpu.softmax import fill_anchors, finish_maxima, store_score
 from flashdecoding.cpu.tiles import (
     ROW_BASE,
     UNIT_BASE,
@@ -153,17 +153,17 @@ def merge_splits(shape, args, seq, head, row, o):
 
 @inlined
 def normaliser(args, q_head, m, l):
-    """1 over the denominator of o, in which a sink joins; 0 for an empty row."""
+    """1 over the denominator of o, in which a sink joins; 0 for an empty row. m and sinks are natural logarithms."""
     if l == 0.0:
         return 0.0
     if not argument(args, "sinks"):
         return 1.0 / l
-    sink = load("float64", argument(args, "sinks"), q_head) * LOG2_E
+    sink = load("float64", argument(args, "sinks"), q_head)
     if sink == math.inf:
         return 0.0
     top = max(m, sink)
-    weight = 2.0 ** (m - top)
-    return weight / (l * weight + 2.0 ** (sink - top))
+    weight = math.exp(m - top)
+    return weight / (l * weight + math.exp(sink - top))
 
 
 @inlined
@@ -192,12 +192,13 @@ def merge_row(shape, args, number, scratch):
     q_head = head * group + g
     o = place(shape, scratch, "o")
     m, l = merge_splits(shape, args, seq, head, row, o)
+    m *= LN_2
     write_output(shape, args, seq, i, q_head, o, normaliser(args, q_head, m, l), scratch)
     at = sequence_field(seq, "lse_base") + q_head * argument(args, "lse_stride_h") + i * argument(args, "lse_stride_s")
     if argument(args, "lse"):
-        store_score(shape, argument(args, "lse") + at, 0, m * LN_2 + math.log(l))
+        store_score(shape, argument(args, "lse") + at, 0, m + math.log(l))
     if argument(args, "state_m"):
-        store_score(shape, argument(args, "state_m") + at, 0, m * LN_2)
+        store_score(shape, argument(args, "state_m") + at, 0, m)
         store_score(shape, argument(args, "state_l") + at, 0, l)
 
 
