@@ -30,6 +30,7 @@ LONG = (
     Case(*FP32, 8, 2, (2049, 0, 63, 1500), q_len=2),
     Case(*BF16, 28, 4, (3001, 129), q_len=5, window=1000, sinks=True),
     Case(*FP16, 16, 2, (1025, 4000)),
+    Case(torch.float16, 64, 64, 16, 2, (1500, 129)),
     Case(*LATENT, 16, 1, (1100, 65), latent=True),
 )
 """Several splits a sequence, so that both stages have something to get wrong."""

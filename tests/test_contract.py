@@ -26,6 +26,7 @@ from flashdecoding.testing import (
 FP32 = (torch.float32, 64, 64)
 BF16 = (torch.bfloat16, 128, 128)
 FP16 = (torch.float16, 80, 80)
+FP16_64 = (torch.float16, 64, 64)
 SINKS = {"sinks": torch.tensor([0.0, 3.0, -torch.inf, 50.0, -50.0, 1.0])}
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -157,6 +158,7 @@ REACH: dict[str, Case] = {
     "plain": Case(*FP32, 8, 2, (130, 65, 7)),
     "causal": Case(*FP32, 8, 2, (130, 65, 7), q_len=5),
     "causal-bf16": Case(*BF16, 8, 1, (130, 65, 7), q_len=8),
+    "causal-fp16": Case(*FP16_64, 8, 1, (130, 65, 7), q_len=3),
     "full": Case(*FP16, 3, 1, (130, 65), q_len=5, causal=False),
     "window": Case(*FP32, 8, 2, (130, 65, 7), q_len=17, window=4),
     "mask": Case(*BF16, 4, 2, (130, 65), q_len=2, mask="full"),
@@ -168,7 +170,7 @@ REACH: dict[str, Case] = {
     "fp64": Case(torch.float64, 33, 33, 5, 1, (130, 65), q_len=5),
 }
 
-ROWS_DIFFER = ("plain", "causal", "causal-bf16", "window", "mask", "tree", "ragged", "fp64")
+ROWS_DIFFER = ("plain", "causal", "causal-bf16", "causal-fp16", "window", "mask", "tree", "ragged", "fp64")
 """Of these: where some row sees what another does not."""
 
 
@@ -255,6 +257,7 @@ EXTREMES: dict[str, Callable[[], Problem]] = {
     "scores-1e4-fp32": lambda: _scaled(Case(*FP32, 8, 2, (129, 513)), q=1e4),
     "scores-1e4-bf16": lambda: _scaled(Case(*BF16, 8, 2, (129, 513), q_len=5), q=100.0, k=100.0),
     "scores-1e4-fp16": lambda: _scaled(Case(*FP16, 3, 1, (129, 513)), q=100.0, k=100.0),
+    "scores-1e4-fp16-16-rows": lambda: _scaled(Case(*FP16_64, 16, 1, (129, 513)), q=100.0, k=100.0),
     "all-at-minus-1e30": lambda: _scaled(Case(*BF16, 8, 2, (129, 513)), shift=-1e30),
     "all-at-plus-1e30": lambda: _scaled(Case(*FP32, 8, 2, (129, 513)), shift=1e30),
     "all-at-plus-1e4-sinks": lambda: _scaled(Case(*FP32, 8, 2, (129, 513), sinks=True), shift=1e4),
@@ -262,8 +265,11 @@ EXTREMES: dict[str, Callable[[], Problem]] = {
     "values-1e30": lambda: _scaled(Case(*BF16, 8, 2, (129, 513)), v=1e30),
     "values-1e-30": lambda: _scaled(Case(*FP32, 8, 2, (129, 513)), v=1e-30),
     "values-fp16-largest": lambda: _scaled(Case(*FP16, 3, 1, (129, 513)), v=10000.0),
+    "values-fp16-largest-16-rows": lambda: _scaled(Case(*FP16_64, 16, 1, (129, 513)), v=10000.0),
     "values-fp16-subnormal": lambda: _scaled(Case(*FP16, 3, 1, (129, 513)), v=2.0**-20),
+    "values-fp16-subnormal-16-rows": lambda: _scaled(Case(*FP16_64, 16, 1, (129, 513)), v=2.0**-20),
     "keys-fp16-subnormal": lambda: _scaled(Case(*FP16, 3, 1, (129, 513)), k=2.0**-20, q=1000.0),
+    "keys-fp16-subnormal-16-rows": lambda: _scaled(Case(*FP16_64, 16, 1, (129, 513)), k=2.0**-20, q=1000.0),
     "softcap-far-out": lambda: _scaled(Case(*FP32, 8, 2, (129, 513), softcap=50.0), q=1e4),
     "scale-0": lambda: Case(*BF16, 8, 2, (129, 513)).build().with_options(scale=0.0),
     "scale-negative": lambda: Case(*BF16, 8, 2, (129, 513)).build().with_options(scale=-2.0),
@@ -286,7 +292,7 @@ def test_extreme_numbers(name: str, backend: str) -> None:
 @on_every_backend
 @pytest.mark.parametrize("shift", [1e4, -1e4, 6e4, -6e4, 1e6], ids="{:g}".format)
 @pytest.mark.parametrize("q_len", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("kernel_class", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kernel_class", [FP32, BF16, FP16_64], ids=["fp32", "bf16", "fp16"])
 def test_one_product_dwarfs_the_others(kernel_class: Any, q_len: int, shift: float, backend: str) -> None:
     """All scores near ``shift``, from one dimension: every other product is added at its size."""
     problem = _scaled(Case(*kernel_class, 8, 2, (129, 513), q_len=q_len), shift=shift)

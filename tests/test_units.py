@@ -5,6 +5,7 @@ A machine takes the best that it has; so the others, which it could run too, wou
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ from flashdecoding.cpu import launch
 from flashdecoding.cpu.shape import KernelShape, kernel_shape
 from flashdecoding.testing import Case, assert_same_bits, assert_within_bound, expect, poison_unseen
 
-BF16, FP16 = (torch.bfloat16, 64, 64), (torch.float16, 80, 80)
+BF16, FP16, FP16_64 = (torch.bfloat16, 64, 64), (torch.float16, 80, 80), (torch.float16, 64, 64)
 FP32, FP64 = (torch.float32, 64, 64), (torch.float64, 33, 33)
 UNITS = {"vectors-32": (32, False), "vectors-64": (64, False), "matrix": (64, True)}
 CASES = [
     Case(*kind, heads, 1, (130, 65, 7), **more)
-    for kind in (BF16, FP16, FP32, FP64)
+    for kind in (BF16, FP16, FP16_64, FP32, FP64)
     for heads, more in (
         (1, {}),
         (3, {"q_len": 2, "alibi": "heads"}),
@@ -57,7 +58,7 @@ def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         pytest.param(unit, case, id=f"{unit}-{case.id}")
         for unit, (_, matrix) in UNITS.items()
         for case in CASES
-        if case.dtype == torch.bfloat16 or not matrix
+        if not matrix or (case.dtype, case.head_dim) in ((torch.bfloat16, 64), (torch.float16, 64))
     ],
     indirect=["unit"],
 )
@@ -72,16 +73,18 @@ def test_every_unit_keeps_the_contract(case: Case) -> None:
     assert_same_bits(again_lse, lse)
 
 
-def test_units_round_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the fixture does choose one: weights are rounded to bfloat16 on the matrix unit alone."""
+@pytest.mark.parametrize("kind", [BF16, FP16_64], ids=["bf16", "fp16"])
+def test_units_round_differently(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the fixture does choose one: weights are rounded to bfloat16, or two of them, on the matrix unit alone."""
     if not kernel_shape("bfloat16", 64, 64).matrix:
         pytest.skip("this CPU has no matrix unit")
-    problem = Case(*BF16, 16, 1, (130,)).build()
+    problem = Case(*kind, 16, 1, (130,)).build()
     problem = replace(problem, q=problem.q * 2)
     outs = []
     for matrix in (False, True):
         monkeypatch.setattr(launch, "kernel_shape", lambda *facts, m=matrix: kernel_shape(*facts)._replace(matrix=m))
         launch.prepare.cache_clear()
-        outs.append(decode_attention(problem.q, problem.k, problem.v, **problem.options))
+        out, lse = decode_attention(problem.q, problem.k, problem.v, **problem.options, return_lse=True)
+        outs.append(torch.cat([out.flatten().float(), lse.flatten()]))
     launch.prepare.cache_clear()
     assert not torch.equal(*outs)

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import math
+
 from flashdecoding.cpu.arguments import argument
-from flashdecoding.cpu.matrix import SIDE, evenly_spaced, tile_scores, weigh_tiles
+from flashdecoding.cpu.matrix import SIDE, evenly_spaced, part_rows, tile_scores, weigh_tiles
 from flashdecoding.cpu.products import KEYS, dots, square_dots, weigh
 from flashdecoding.cpu.rows import add_row, load, non_finite_row, store, widen_row, zero_row
 from flashdecoding.cpu.shape import MATRIX_KEYS, TILE, fact, place
@@ -25,11 +27,13 @@ from flashdecoding.cpu.tiles import (
 
 @kernel
 def left_operand(shape, table, copy):
-    """Base address and step of 16 K rows; rows that do not step evenly are copied first."""
-    first = load("int64", table, 0)
+    """Base address and step of 16 K rows; rows that do not step evenly, or are several parts, are copied first."""
+    first, row_bytes = load("int64", table, 0), fact(shape, "head_dim") * fact(shape, "element_bytes")
+    if fact(shape, "parts") > 1:
+        part_rows(shape, copy, table)
+        return copy, row_bytes
     if evenly_spaced(shape, table):
         return first, load("int64", table, 1) - first
-    row_bytes = fact(shape, "head_dim") * fact(shape, "element_bytes")
     for j in range(SIDE):
         row = load("int64", table, j)
         for word in range(row_bytes // 8):
@@ -39,20 +43,39 @@ def left_operand(shape, table, copy):
 
 @kernel
 def score_tiles(shape, square_rows, padded, k, scratch):
-    """scores by keys = q . k on the matrix unit."""
+    """scores by keys = q . k on the matrix unit; whether some may be NaN for no reason."""
     v, s = place(shape, scratch, "v"), place(shape, scratch, "squares")
-    columns = place(shape, scratch, "columns")
-    copies, half_bytes = place(shape, scratch, "wide"), SIDE * fact(shape, "head_dim") * 2
+    columns, spare = place(shape, scratch, "columns"), place(shape, scratch, "operands")
+    copies = place(shape, scratch, "wide")
+    half_bytes, broken = SIDE * fact(shape, "head_dim") * 2 * fact(shape, "parts"), 0
     for j in range(0, padded, MATRIX_KEYS):
         first, first_step = left_operand(shape, k + 8 * j, copies)
         second, second_step = left_operand(shape, k + 8 * (j + SIDE), copies + half_bytes)
         for r in range(0, square_rows, SIDE):
             to = s + r * fact(shape, "s_row_bytes") + j * 64
             queries = columns + r * fact(shape, "q_row_bytes")
+            steps = first_step, second_step
             if square_rows > SIDE:
-                tile_scores(shape, to, queries, first, first_step, second, second_step, 8, v + 8 * (j + r // 2))
+                coming = v + 8 * (j + r // 2)
+                broken |= tile_scores(shape, to, queries, first, steps[0], second, steps[1], spare, 8, coming)
             else:
-                tile_scores(shape, to, queries, first, first_step, second, second_step, 16, v + 8 * j)
+                broken |= tile_scores(shape, to, queries, first, steps[0], second, steps[1], spare, 16, v + 8 * j)
+    return broken
+
+
+@kernel
+def mend_scores(shape, rows, count, k, scratch):
+    """Scores by keys again where they are NaN, on the vector units: parts of an infinity make NaN of any score."""
+    s, squares, lanes = place(shape, scratch, "s"), place(shape, scratch, "squares"), fact(shape, "lanes")
+    for r in range(rows):
+        for j in range(0, padded_count(shape, count), KEYS):
+            queries = scratch + r * fact(shape, "q_row_bytes")
+            dots(shape, 1, s + j * fact(shape, "score_bytes"), queries, k + 8 * j, k + 8 * j)
+        square = squares + r // lanes * lanes * fact(shape, "s_row_bytes")
+        for j in range(count):
+            if math.isnan(load("float32", square + j * fact(shape, "vector_bytes"), r % lanes)):
+                value = load("float32", s, j)
+                store("float32", square + j * fact(shape, "vector_bytes"), r % lanes, value)
 
 
 @kernel
@@ -65,9 +88,10 @@ def score_keys(shape, rows, count, k, scratch):
     padded, square_rows = padded_count(shape, count), rows_by_square(shape, rows)
     for j in range(count, padded):
         store("int64", k, j, load("int64", k, count - 1))
-        store("int64", v, j, load("int64", v, count - 1))
+        store("int64", v, j, place(shape, scratch, "zeros"))
     if fact(shape, "matrix") and square_rows:
-        score_tiles(shape, square_rows, padded, k, scratch)
+        if score_tiles(shape, square_rows, padded, k, scratch):
+            mend_scores(shape, rows, count, k, scratch)
         return
     for block in range(0, padded, lanes):
         if square_rows:
@@ -135,9 +159,8 @@ def weigh_seen_values(shape, rows, count, scratch, o):
 
     The unit that multiplies is the block's own, so the rows' bits are what they are without the NaN.
     """
-    v, seen, zeros = place(shape, scratch, "v"), place(shape, scratch, "seen"), place(shape, scratch, "o")
+    v, seen, zeros = place(shape, scratch, "v"), place(shape, scratch, "seen"), place(shape, scratch, "zeros")
     o_bytes, p_bytes = fact(shape, "o_row_bytes"), fact(shape, "p_row_bytes")
-    zero_row(shape, zeros)
     for r in range(rows):
         table = place(shape, scratch, "row_v")
         for j in range(padded_count(shape, count)):

@@ -122,6 +122,7 @@ def run_splits(shape, args):
     """Stage 1 on one thread: units until none is left."""
     scratch = argument(args, "scratch") + fetch_add(argument(args, "counters"), 1) * argument(args, "scratch_stride")
     registers = place(shape, scratch, "configuration")
+    zero_row(shape, place(shape, scratch, "zeros"))
     if fact(shape, "matrix"):
         begin_tiles(shape, registers, registers + 64)
     unit, asked = claim_unit(args), 0

@@ -6,8 +6,10 @@ operand holds pairs of rows side by side: pairs of dimensions of the queries, ma
 tile by tile with a shift and a mask, which keeps the columns of o in the order of `vector.py`. A bfloat16 below 2^-126
 counts as 0.
 
-Tile registers: 0 and 1 accumulate, 2 and 3 are left operands, 4 is the right one. For a shape without the unit every
-intrinsic here is empty, or 0.
+A float16 number is the sum of two bfloat16, exactly, and its products are four; weights of two parts keep 16 bits.
+
+Tile registers: 0, 1, 6 and 7 accumulate, 2 and 3 are left operands, 4 and 5 right ones. For a shape without the unit
+every intrinsic here is empty, or 0.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -83,17 +85,18 @@ def end_tiles(typing_context, shape, saved):
 def pair_columns(typing_context, shape, columns):
     """Transposed queries (padded_dim, 16) of float32 become right operands, in place: pairs of dimensions side by side.
 
-    A chunk holds its even dimensions, then its odd ones; each is a bfloat16 in the upper half of a word.
+    The two of a pair are a chunk's number i and number 16 + i, in the order of `vector.py`. The parts of a chunk follow
+    each other.
     """
 
     def emit(e: Emitter, columns: Value) -> None:
-        words = ir.VectorType(I32, SIDE)
-
         def body(i: Value, carried: list[Value]) -> list[Value]:
             chunk, pair = e.b.udiv(i, ir.Constant(I64, SIDE)), e.b.urem(i, ir.Constant(I64, SIDE))
             source = e.scaled(e.scaled(columns, chunk, 2 * TILE_BYTES), pair, 64)
-            even, odd = e.load(source, words), e.load(source, words, TILE_BYTES)
-            e.store(_side_by_side(e, e.b.lshr(even, e.constant(words, 16)), odd), e.scaled(columns, i, 64))
+            to = e.scaled(e.scaled(columns, chunk, e.shape.parts * TILE_BYTES), pair, 64)
+            first, second = (e.load(source, e.score, k * TILE_BYTES) for k in (0, 1))
+            for part, words in enumerate(_side_by_side(e, first, second)):
+                e.store(words, to, part * TILE_BYTES)
             return []
 
         e.loop(ir.Constant(I64, e.shape.padded_dim // 2), body)
@@ -101,9 +104,43 @@ def pair_columns(typing_context, shape, columns):
     return _tile_intrinsic(types.void, (shape, address), emit)
 
 
-def _side_by_side(e: Emitter, low: Value, high: Value) -> Value:
-    """Words with the lower halves of ``low``, whose upper halves are 0, and the upper halves of ``high``."""
-    return e.b.or_(low, e.b.and_(high, e.constant(high.type, 0xFFFF0000)))
+def _side_by_side(e: Emitter, low: Value, high: Value, last: Callable[..., Value] | None = None) -> list[Value]:
+    """Two vectors of float32 as words of two bfloat16, a vector of words for each part of them.
+
+    Every part is what the first 16 bits hold of the rest; the last may be rounded by ``last`` instead of cut.
+    """
+    words = ir.VectorType(I32, SIDE)
+    upper = e.constant(words, 0xFFFF0000)
+    pairs = []
+    for part in range(e.shape.parts):
+        final = part == e.shape.parts - 1
+        bits = [last(e, x) if last and final else e.b.bitcast(x, words) for x in (low, high)]
+        kept = e.b.and_(bits[1], upper)
+        pairs.append(e.b.or_(e.b.lshr(bits[0], e.constant(words, 16)), kept))
+        if not final:
+            low = e.b.fsub(low, e.b.bitcast(e.b.and_(bits[0], upper), low.type))
+            high = e.b.fsub(high, e.b.bitcast(kept, high.type))
+    return pairs
+
+
+@intrinsic(prefer_literal=True)
+def part_rows(typing_context, shape, copies, table):
+    """The 16 K rows of a table as left operands: (parts, 16, head_dim) bfloat16, paired as in `pair_columns`."""
+
+    def emit(e: Emitter, copies: Value, table: Value) -> None:
+        row_bytes = 2 * e.shape.head_dim
+
+        def row(j: Value, carried: list[Value]) -> list[Value]:
+            source, to = e.load(e.scaled(table, j, 8), I64), e.scaled(copies, j, row_bytes)
+            for chunk in range(e.shape.head_dim // e.shape.chunk):
+                pair = e.decode(e.add(source, chunk * e.shape.chunk * e.shape.element_bytes), e.shape.chunk)
+                for part, words in enumerate(_side_by_side(e, *pair)):
+                    e.store(words, to, part * SIDE * row_bytes + chunk * 64)
+            return []
+
+        e.loop(ir.Constant(I64, SIDE), row)
+
+    return _tile_intrinsic(types.void, (shape, address, address), emit)
 
 
 @intrinsic(prefer_literal=True)
@@ -122,10 +159,12 @@ def evenly_spaced(typing_context, shape, table):
 
 
 @intrinsic(prefer_literal=True)
-def tile_scores(typing_context, shape, s, queries, first, first_step, second, second_step, coming, ahead):
+def tile_scores(typing_context, shape, s, queries, first, first_step, second, second_step, spare, coming, ahead):
     """s[j, r] = q[r] . k[j] for 16 queries (as paired columns) and 2 x 16 keys, each 16 a base address and a step.
 
-    Meanwhile ``coming`` V rows of ``ahead`` are brought towards the core.
+    Meanwhile ``coming`` V rows of ``ahead`` are brought towards the core. Products with a small part are summed apart,
+    in ``spare``, and added last. Returns whether a score is NaN that perhaps should not be: of infinities the parts are
+    NaN; 0 where an element is one part.
     """
     asked = coming.literal_value
 
@@ -137,46 +176,63 @@ def tile_scores(typing_context, shape, s, queries, first, first_step, second, se
         first_step: Value,
         second: Value,
         second_step: Value,
+        spare: Value,
         ahead: Value,
-    ) -> None:
-        shape = e.shape
+    ) -> Value:
+        shape, parts = e.shape, e.shape.parts
         chunks = shape.head_dim // shape.chunk
         lines = -(-asked * e.lines(shape.head_dim_v) // (2 * chunks))
-        for register in (0, 1):
+        totals = [(0, 1), (6, 7)][: 1 if parts == 1 else 2]
+        for register in sum(totals, ()):
             _call(e, "tilezero", _register(register))
 
         def chunk(c: Value, carried: list[Value]) -> list[Value]:
             inside = e.b.shl(c, ir.Constant(I64, 6))
-            _load_tile(e, 4, e.scaled(queries, c, TILE_BYTES), 64)
-            for register, base, step in ((2, first, first_step), (3, second, second_step)):
-                _load_tile(e, register, e.b.add(base, inside), step)
-                _multiply(e, register - 2, register, 4)
-                line = e.add(e.b.mul(c, ir.Constant(I64, 2 * lines)), (register - 2) * lines)
-                e.ask(ahead, ir.Constant(I64, asked), shape.head_dim_v, line, lines)
+            for part in range(parts):
+                _load_tile(e, 4 + part, e.add(e.scaled(queries, c, parts * TILE_BYTES), part * TILE_BYTES), 64)
+            for part in range(parts):
+                for half, base, step in ((0, first, first_step), (1, second, second_step)):
+                    rows = e.add(e.b.add(base, inside), part * SIDE * 2 * shape.head_dim)
+                    _load_tile(e, 2 + half, rows, step)
+                    for other in range(parts):
+                        _multiply(e, totals[part + other > 0][half], 2 + half, 4 + other)
+                    if part == 0:
+                        line = e.add(e.b.mul(c, ir.Constant(I64, 2 * lines)), half * lines)
+                        e.ask(ahead, ir.Constant(I64, asked), shape.head_dim_v, line, lines)
             return []
 
         e.loop(ir.Constant(I64, chunks), chunk)
-        for register in (0, 1):
-            _store_tile(e, register, e.add(s, register * TILE_BYTES), 64)
+        for area, registers in zip((s, spare), totals, strict=False):
+            for half, register in enumerate(registers):
+                _store_tile(e, register, e.add(area, half * TILE_BYTES), 64)
+        if parts == 1:
+            return ir.Constant(I64, 0)
 
-    scalars = [types.int64] * 6
-    return _tile_intrinsic(types.void, (shape, *scalars, coming, types.int64), emit)
+        def add(j: Value, broken: list[Value]) -> list[Value]:
+            at = e.scaled(s, j, 64)
+            total = e.b.fadd(e.load(at, e.score), e.load(e.scaled(spare, j, 64), e.score))
+            e.store(total, at)
+            return [e.b.or_(broken[0], e.b.bitcast(e.b.fcmp_unordered("uno", total, total), I16))]
+
+        (broken,) = e.loop(ir.Constant(I64, 2 * SIDE), add, [ir.Constant(I16, 0)])
+        return e.b.zext(broken, I64)
+
+    scalars = [types.int64] * 7
+    return _tile_intrinsic(types.int64, (shape, *scalars, coming, types.int64), emit)
 
 
 @intrinsic(prefer_literal=True)
 def round_square(typing_context, shape, weights, p, count):
-    """weights[r, j] = p[j, r] for 16 rows, as bfloat16."""
+    """weights[r, j] = p[j, r] for 16 rows, as bfloat16 parts."""
 
     def emit(e: Emitter, weights: Value, p: Value, count: Value) -> None:
-        words = ir.VectorType(I32, SIDE)
-
         def half(h: Value, carried: list[Value]) -> list[Value]:
-            source, pairs = e.scaled(p, h, 2 * TILE_BYTES), []
-            for i in range(SIDE):
-                even, odd = (_half_up(e, e.load(source, e.score, 64 * (2 * i + k))) for k in (0, 1))
-                pairs.append(_side_by_side(e, e.b.lshr(even, e.constant(words, 16)), odd))
-            for r, row in enumerate(e.transpose(pairs)):
-                e.store(row, e.scaled(weights, h, 64), r * 2 * TILE)
+            source, to = e.scaled(p, h, 2 * TILE_BYTES), e.scaled(weights, h, 64)
+            keys = [e.load(source, e.score, 64 * j) for j in range(2 * SIDE)]
+            pairs = [_side_by_side(e, even, odd, _half_up) for even, odd in zip(keys[::2], keys[1::2], strict=True)]
+            for part in range(e.shape.parts):
+                for r, row in enumerate(e.transpose([pair[part] for pair in pairs])):
+                    e.store(row, to, part * e.shape.weights_bytes + r * 2 * TILE)
             return []
 
         e.loop(_halves(e, count), half)
@@ -186,24 +242,25 @@ def round_square(typing_context, shape, weights, p, count):
 
 @intrinsic(prefer_literal=True)
 def round_row(typing_context, shape, weights, p, count):
-    """weights[0:count] = p as bfloat16, for one row."""
+    """weights[0:count] = p as bfloat16 parts, for one row."""
 
     def emit(e: Emitter, weights: Value, p: Value, count: Value) -> None:
         def turn(i: Value, carried: list[Value]) -> list[Value]:
-            up = _half_up(e, e.load(e.scaled(p, i, 64), e.score))
-            row = e.b.trunc(e.b.lshr(up, e.constant(up.type, 16)), ir.VectorType(I16, SIDE))
-            e.store(row, e.scaled(weights, i, 32))
+            low, high = (e.load(e.scaled(p, i, 128), e.score, 64 * k) for k in (0, 1))
+            even, odd = (e.shuffle(low, high, range(k, 2 * SIDE, 2)) for k in (0, 1))
+            for part, words in enumerate(_side_by_side(e, even, odd, _half_up)):
+                e.store(words, e.scaled(weights, i, 64), part * e.shape.weights_bytes)
             return []
 
-        e.loop(e.b.shl(_halves(e, count), ir.Constant(I64, 1)), turn)
+        e.loop(_halves(e, count), turn)
 
     return _tile_intrinsic(types.void, (shape, address, address, types.int64), emit)
 
 
 def _half_up(e: Emitter, p: Value) -> Value:
-    """Bits of weights whose upper half is the nearest bfloat16, ties up.
+    """Bits of weights whose upper half is the nearest bfloat16, ties away from 0.
 
-    They are not negative; and a NaN that comes from 16-bit numbers has no payload that could overflow.
+    A NaN whose payload overflows comes from float16; of those the first part, which is cut, stays NaN.
     """
     bits = e.b.bitcast(p, ir.VectorType(I32, SIDE))
     return e.b.add(bits, e.constant(bits.type, 0x8000))
@@ -216,60 +273,62 @@ def _halves(e: Emitter, count: Value) -> Value:
 
 @intrinsic(prefer_literal=True)
 def weigh_tiles(typing_context, shape, blocks, o, p, table, ahead, area, count):
-    """o += p . v for ``blocks`` x 16 rows: p bfloat16 (rows, TILE), zero up to the next 32 keys past ``count``.
+    """o += p . v for ``blocks`` x 16 rows: p as bfloat16 parts (rows, TILE).
 
-    Meanwhile the K rows in ``ahead``, one for each key, come towards the core.
+    Up to the next 32 keys past ``count`` weights are 0 and V rows finite. Meanwhile the K rows in ``ahead``, one for
+    each key, come towards the core.
     """
     n = blocks.literal_value
 
     def emit(e: Emitter, o: Value, p: Value, table: Value, ahead: Value, area: Value, count: Value) -> None:
-        shape = e.shape
-        words = ir.VectorType(I32, SIDE)
-        zero = e.constant(words, 0)
+        shape, parts = e.shape, e.shape.parts
         chunks = shape.head_dim_v // shape.chunk
         lines = -(-TILE * e.lines(shape.head_dim) // (2 * chunks))  # that a chunk asks for in pairs, then in products
         pair_lines, product_lines = -(-lines // (TILE // 2)), -(-lines // (2 * TILE // MATRIX_KEYS))
         halves = _halves(e, count)
-        pairs = e.b.shl(halves, ir.Constant(I64, 4))
-        odd_area = 2 * TILE_BYTES
+        totals = {(block, parity): 2 * 3 * parity + block for block in range(n) for parity in (0, 1)}
+
+        def operand(part: int, parity: int) -> Value:
+            return e.add(area, (2 * part + parity) * (TILE // MATRIX_KEYS) * TILE_BYTES)
 
         def chunk(c: Value, carried: list[Value]) -> list[Value]:
             inside, asked = e.b.shl(c, ir.Constant(I64, 6)), e.b.mul(c, ir.Constant(I64, 2 * lines))
 
             def pair(i: Value, carried: list[Value]) -> list[Value]:
-                rows = []
                 line = e.b.add(asked, e.b.mul(i, ir.Constant(I64, pair_lines)))
                 e.ask(ahead, count, shape.head_dim, line, pair_lines)
-                for k in (0, 1):
-                    j = e.add(e.b.shl(i, ir.Constant(I64, 1)), k)
-                    row = e.load(e.b.add(e.load(e.scaled(table, j, 8), I64), inside), words)
-                    rows.append(e.b.select(e.b.icmp_signed("<", j, count), row, zero))
-                to = e.scaled(area, i, 64)
-                low = e.b.and_(rows[0], e.constant(words, 0xFFFF))
-                e.store(e.b.or_(low, e.b.shl(rows[1], e.constant(words, 16))), to)
-                e.store(_side_by_side(e, e.b.lshr(rows[0], e.constant(words, 16)), rows[1]), to, odd_area)
+                rows = [e.load(e.scaled(table, i, 16), I64, 8 * k) for k in (0, 1)]
+                values = [e.decode(e.b.add(row, inside), shape.chunk) for row in rows]
+                for parity, (even, odd) in enumerate(zip(*values, strict=True)):
+                    for part, words in enumerate(_side_by_side(e, even, odd)):
+                        e.store(words, e.scaled(operand(part, parity), i, 64))
                 return []
 
-            e.loop(pairs, pair)
-            for parity in (0, 1):
-                columns = e.add(e.scaled(o, c, 2 * 64), 64 * parity)
-                for block in range(n):
-                    _load_tile(e, block, e.add(columns, block * SIDE * shape.o_row_bytes), shape.o_row_bytes)
+            e.loop(e.b.shl(halves, ir.Constant(I64, 4)), pair)
+            columns = {
+                (block, parity): e.add(e.scaled(o, c, 2 * 64), block * SIDE * shape.o_row_bytes + 64 * parity)
+                for block, parity in totals
+            }
+            for place, register in totals.items():
+                _load_tile(e, register, columns[place], shape.o_row_bytes)
 
-                def half(h: Value, carried: list[Value], parity: int = parity) -> list[Value]:
-                    _load_tile(e, 4, e.add(e.scaled(area, h, TILE_BYTES), parity * odd_area), 64)
-                    turn = e.add(h, parity * (TILE // MATRIX_KEYS))
-                    line = e.add(e.b.add(asked, e.b.mul(turn, ir.Constant(I64, product_lines))), lines)
-                    e.ask(ahead, count, shape.head_dim, line, product_lines)
+            def half(h: Value, carried: list[Value]) -> list[Value]:
+                line = e.add(e.b.add(asked, e.b.mul(h, ir.Constant(I64, 2 * product_lines))), lines)
+                e.ask(ahead, count, shape.head_dim, line, 2 * product_lines)
+                for part in range(parts):
                     for block in range(n):
-                        weights = e.add(e.scaled(p, h, 64), block * SIDE * 2 * TILE)
+                        weights = e.add(e.scaled(p, h, 64), block * SIDE * 2 * TILE + part * shape.weights_bytes)
                         _load_tile(e, 2 + block, weights, 2 * TILE)
-                        _multiply(e, block, 2 + block, 4)
-                    return []
+                    for other in range(parts):
+                        for parity in (0, 1):
+                            _load_tile(e, 4 + parity, e.scaled(operand(other, parity), h, TILE_BYTES), 64)
+                            for block in range(n):
+                                _multiply(e, totals[block, parity], 2 + block, 4 + parity)
+                return []
 
-                e.loop(halves, half)
-                for block in range(n):
-                    _store_tile(e, block, e.add(columns, block * SIDE * shape.o_row_bytes), shape.o_row_bytes)
+            e.loop(halves, half)
+            for place, register in totals.items():
+                _store_tile(e, register, columns[place], shape.o_row_bytes)
             return []
 
         e.loop(ir.Constant(I64, chunks), chunk)

@@ -22,7 +22,8 @@ from numba.extending import intrinsic, models, register_model, typeof_impl
 
 TILE = 64  # keys a tile: the scores of 32 rows are 8 KB, and stay in L1 with the K and V rows in flight
 MATRIX_KEYS = 32  # keys that the matrix unit takes at a time: two tile registers of K, one of weights
-MATRIX_ROWS = 5  # query rows from which a 16-row product on the matrix unit beats the vector units
+MATRIX_PARTS = {"bfloat16": 1, "float16": 2}  # bfloat16 numbers whose sum an element is, exactly
+MATRIX_ROWS = {1: 5, 2: 8}  # query rows from which 16-row products of so many parts beat the vector units
 MAX_ROWS = 32  # query rows (queries x heads that share one kv head) of a work item; more rows make more items
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64
@@ -105,6 +106,20 @@ class KernelShape(NamedTuple):
         return accumulators * self.vector_bytes // (self.chunk * self.sum_bytes)
 
     @property
+    def parts(self) -> int:
+        """Products on the matrix unit are products of so many bfloat16 parts of either side."""
+        return MATRIX_PARTS[self.dtype] if self.matrix else 1
+
+    @property
+    def matrix_rows(self) -> int:
+        return MATRIX_ROWS[self.parts]
+
+    @property
+    def weights_bytes(self) -> int:
+        """One part of all rows' weights for the matrix unit: bfloat16 (MAX_ROWS, TILE)."""
+        return MAX_ROWS * TILE * 2
+
+    @property
     def padding(self) -> int:
         """Keys that scores are padded to."""
         return MATRIX_KEYS if self.matrix else self.lanes
@@ -122,7 +137,7 @@ class KernelShape(NamedTuple):
             "queries": rows * self.q_row_bytes,  # packed, (rows, padded_dim)
             "columns": rows
             * self.q_row_bytes,  # transposed, (rows / lanes, padded_dim, lanes); or the matrix unit's pairs
-            "wide": self.lanes * self.q_row_bytes,  # K rows as scores; or copies of a tile's for the matrix unit
+            "wide": self.lanes * self.q_row_bytes * self.parts,  # K rows as scores; or 32 of them for the matrix unit
             "s": rows * self.s_row_bytes
             if self.sums != self.scores
             else 0,  # scores (rows, TILE): else in weights' place
@@ -142,11 +157,12 @@ class KernelShape(NamedTuple):
             "shrink": numbers,  # float64: what the last tile shrinks a row of o by
             "squares": rows * self.s_row_bytes,  # scores by keys, (rows / lanes, TILE, lanes)
             "configuration": matrix * 128,  # of the matrix unit: what was, and ours
-            "operands": matrix * 4096,  # right operands made of V
-            "weights": matrix * rows * TILE * 2,  # bfloat16 (rows, TILE)
+            "operands": matrix * 4096 * self.parts,  # right operands made of V; or scores of small parts
+            "weights": matrix * self.weights_bytes * self.parts,
             "rows_o": matrix * rows * self.o_row_bytes,
             "alone": matrix * rows // 2 * self.o_row_bytes,  # a row that is multiplied by itself, as one of 16
-            "o": self.o_row_bytes,  # one merged row; in stage 1 zeros in place of a V row
+            "zeros": self.o_row_bytes,  # in place of a V row that does not exist or is not seen
+            "o": self.o_row_bytes,  # one merged row
             "gather": self.gather_row_bytes,  # a q or output row whose elements lie apart; then K and V rows
         }
 
@@ -190,7 +206,7 @@ def kernel_shape(dtype: str, head_dim: int, head_dim_v: int) -> KernelShape:
     """The shape class of a call on this machine."""
     features = target_features()
     wide = "avx512f" in features
-    fits = dtype == "bfloat16" and head_dim % 32 == 0 and head_dim_v % 32 == 0
+    fits = dtype in MATRIX_PARTS and head_dim % 32 == 0 and head_dim_v % 32 == 0
     matrix = fits and wide and {"amx-tile", "amx-bf16"} <= features and tiles_permitted()
     return KernelShape(dtype, head_dim, head_dim_v, 64 if wide else 32, matrix, source_digest())
 

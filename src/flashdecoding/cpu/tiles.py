@@ -10,7 +10,7 @@ from flashdecoding.cpu.arguments import Sequence, argument, sequence_field
 from flashdecoding.cpu.matrix import pair_columns
 from flashdecoding.cpu.products import transpose_rows
 from flashdecoding.cpu.rows import fill_rows, load, store, widen_row
-from flashdecoding.cpu.shape import MATRIX_ROWS, TILE, fact, place
+from flashdecoding.cpu.shape import TILE, fact, place
 
 kernel = njit(nogil=True, error_model="numpy", boundscheck=False)
 # For functions with one caller, or one line: each level of calls is optimised once more, which doubles compile time.
@@ -68,7 +68,7 @@ def copy_row(element_bytes, target, target_stride, source, source_stride, count)
 @kernel
 def by_tiles(shape, rows):
     """Whether a block of rows is multiplied on the matrix unit."""
-    return fact(shape, "matrix") != 0 and rows >= MATRIX_ROWS
+    return fact(shape, "matrix") != 0 and rows >= fact(shape, "matrix_rows")
 
 
 @kernel

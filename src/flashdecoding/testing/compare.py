@@ -52,9 +52,9 @@ def expect(problem: Problem, roundings: int = 4) -> Expected:
 def worst_roundings(head_dim: int, dtype: torch.dtype) -> int:
     """Roundings that no dot product of a backend exceeds: chains of D / 8, and the sums of those.
 
-    A matrix unit adds its bfloat16 products in an order of its own: one for each.
+    A matrix unit, which takes 16-bit numbers, adds its products in an order of its own: one for each.
     """
-    return 16 + (head_dim if dtype == torch.bfloat16 else head_dim // 8)
+    return 16 + (head_dim if dtype in (torch.bfloat16, torch.float16) else head_dim // 8)
 
 
 def assert_within_bound(out: Tensor, lse: Tensor | None, expected: Expected, label: str = "") -> None:
