@@ -51,6 +51,7 @@ BAD_INPUT = {
     "bench-rounds": ("bench", "--rounds", "0"),
     "bench-threads": ("bench", "--threads", "100000"),
     "bench-no-folder": ("bench", "--json", "no-such-folder/bench.json"),
+    "bench-folder": ("bench", "--json", "."),
     "demo-contexts": ("demo", "--contexts", "many"),
     "demo-document": ("demo", "--document", "no-such-file.txt"),
 }
@@ -88,6 +89,13 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...]) -> No
     assert end == ""
     assert line.startswith("flashdecoding")
     assert "--help" in line
+
+
+def test_as_a_module() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "flashdecoding", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, f"flashdecoding {__version__}\n")
 
 
 def test_help_loads_neither_torch_nor_numba() -> None:

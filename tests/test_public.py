@@ -29,6 +29,7 @@ LAYERS = (
     {"demo"},
     {"commands"},
     {"cli"},
+    {"__main__"},
 )
 """Modules and packages of the layout, lowest first: a module imports from its own layer or a lower one."""
 

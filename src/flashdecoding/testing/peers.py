@@ -85,7 +85,12 @@ PEERS: dict[str, Contender] = {
     peer.name: peer
     for peer in (
         Contender("sdpa", "SDPA", _sdpa, "torch's scaled_dot_product_attention, with enable_gqa for grouped heads"),
-        Contender("sdpa-packed", "SDPA packed", _sdpa_packed, "the q heads of a group as query rows of one head"),
+        Contender(
+            "sdpa-packed",
+            "SDPA packed",
+            _sdpa_packed,
+            "a group's q heads as query rows of one head; at group 1 just SDPA",
+        ),
         Contender("flex", "Flex", _flex, "torch's flex_attention through torch.compile, for this very shape"),
         Contender("llama.cpp", "llama.cpp", _llama_cpp, "ggml_flash_attn_ext of llama-cpp-python on the CPU"),
     )

@@ -1,0 +1,5 @@
+"""`python -m flashdecoding` is `flashdecoding`."""
+
+from flashdecoding.cli import main
+
+main()
