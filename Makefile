@@ -16,11 +16,12 @@ INSTALLED := $(VENV)/.installed
 MODEL := $(VENV)/.model
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: help demo test bench lint clean
+.PHONY: help demo test test-gpu bench lint clean
 
 help:
 	@echo 'make demo   decode with a small language model'
 	@echo 'make test   run the tests'
+	@echo 'make test-gpu  run the contract suite on a GPU'
 	@echo 'make bench  run the benchmarks'
 	@echo 'make lint   check style, format and types'
 	@echo 'make clean  remove the environment'
@@ -30,6 +31,9 @@ demo: $(MODEL)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -k 'cuda or gpu' $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py $(ARGS)

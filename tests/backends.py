@@ -9,8 +9,8 @@ from torch import Tensor
 from flashdecoding import decode_attention
 from flashdecoding.testing import Case, Problem
 
-BACKENDS = ("cpu",)
-"""Device types that the package has a backend for."""
+BACKENDS = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+"""Device types that the package has a backend for, as far as this machine has them."""
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -24,3 +24,9 @@ def skip_unless_supported(case: Case, backend: str) -> None:
     """float64 is a CPU dtype; that the GPU refuses it has its own test."""
     if backend == "cuda" and case.dtype == torch.float64:
         pytest.skip("float64 is a CPU dtype")
+
+
+def skip_without_plans(backend: str) -> None:
+    """A plan that a user makes is for the CPU so far; that the GPU refuses one has its own test."""
+    if backend == "cuda":
+        pytest.skip("plans are for the CPU")

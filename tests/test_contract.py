@@ -85,8 +85,9 @@ def test_only_scores_of_minus_infinity_make_an_empty_row(sinks: bool, backend: s
     k = problem.k.clone()
     k[0, 0, :, 0] = -torch.inf
     k[1, 1, 1:, 0] = -torch.inf  # one key is left
-    problem = replace(problem, q=problem.q.abs(), k=k).with_options(**(SINKS if sinks else {}))
-    out, lse = decode(problem.to(backend))
+    given = {"sinks": SINKS["sinks"].to(backend)} if sinks else {}
+    problem = replace(problem, q=problem.q.abs(), k=k).with_options(**given)
+    out, lse = decode(problem)
     assert_within_bound(out, lse, expect(problem))
     assert (lse[0, :3] == -torch.inf).all() and (out[0, :3] == 0).all()
     assert lse[1, 3:].isfinite().all()
@@ -284,7 +285,9 @@ EXTREMES: dict[str, Callable[[], Problem]] = {
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_numbers(name: str, backend: str) -> None:
     problem = EXTREMES[name]()
-    wanted = expect(problem)
+    dwarfed = name.startswith("all-at")  # one product makes the whole score
+    roundings = worst_roundings(problem.q.shape[3], problem.q.dtype) if dwarfed else 4
+    wanted = expect(problem, roundings)
     assert wanted.lse.isfinite().all() and wanted.out.isfinite().all()
     assert_within_bound(*decode(arrange(problem.to(backend), "paged-53")), wanted)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import decode, on_every_backend
+from backends import decode, on_every_backend, skip_unless_supported
 from torch import Tensor
 
 from flashdecoding import AttentionState, merge_states, partial_attention
@@ -46,6 +46,7 @@ def _check(state: AttentionState, problem: Problem, case: Case) -> None:
 @on_every_backend
 @each_whole
 def test_one_piece_is_the_whole(case: Case, backend: str) -> None:
+    skip_unless_supported(case, backend)
     problem = case.build(backend)
     state = _partial(problem, slice(None))
     _check(state, problem, case)
@@ -59,6 +60,7 @@ def test_one_piece_is_the_whole(case: Case, backend: str) -> None:
 @pytest.mark.parametrize("cuts", [(1,), (64,), (65, 66), (0, 100, 129)], ids=str)
 @each_whole
 def test_consecutive_pieces_merge_to_the_whole(case: Case, cuts: tuple[int, ...], backend: str) -> None:
+    skip_unless_supported(case, backend)
     problem = case.build(backend)
     length = case.seqlens[0]
     edges = [0, *cuts, length]
@@ -74,6 +76,7 @@ def test_consecutive_pieces_merge_to_the_whole(case: Case, cuts: tuple[int, ...]
 @each_whole
 def test_interleaved_shards_merge_to_the_whole(case: Case, block: int, ranks: int, backend: str) -> None:
     """Rank r holds blocks r, r + ranks, ... of the sequence, as ranks of a context-parallel group do."""
+    skip_unless_supported(case, backend)
     problem = case.build(backend)
     length = case.seqlens[0]
     owner = torch.arange(length) // block % ranks

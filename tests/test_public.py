@@ -22,7 +22,7 @@ LAYERS = (
     {"oracle"},
     {"reference"},
     {"ops"},
-    {"cpu"},
+    {"cpu", "gpu"},
     {"api"},
     {"integrations"},
     {"testing"},

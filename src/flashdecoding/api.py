@@ -12,7 +12,17 @@ from types import ModuleType
 import torch
 
 from flashdecoding import ops
-from flashdecoding.checks import Call, Lengths, check_call, check_out, check_plan, refuse_grad, refuse_quantised
+from flashdecoding.checks import (
+    Call,
+    DeviceSpans,
+    Lengths,
+    Spans,
+    check_call,
+    check_out,
+    check_plan,
+    refuse_grad,
+    refuse_quantised,
+)
 from flashdecoding.plan import CPU_MODEL, Cut, SplitPlan, cut_batch
 from flashdecoding.state import AttentionState
 
@@ -117,7 +127,10 @@ def decode_attention(
         out = ops.empty_output(q, call.checked.head_dim_v)
     else:
         check_out(call, out)
-    lse = _cpu().decode(call, _cut(call, plan), out, return_lse)
+    if isinstance(call.spans, DeviceSpans):
+        lse = _gpu().decode(call, out, return_lse)
+    else:
+        lse = _cpu().decode(call, _cut(call, call.spans, plan), out, return_lse)
     if given:
         torch.autograd.graph.increment_version(out)
     return out if lse is None else (out, lse)
@@ -199,7 +212,11 @@ def partial_attention(
         alibi_slopes=alibi_slopes, mask=mask, plan=plan, q_start=q_start, kv_start=kv_start, kv_block=kv_block,
         kv_stride=kv_stride,
     )  # fmt: skip
-    state: AttentionState = _cpu().partial_state(call, _cut(call, plan))
+    state: AttentionState
+    if isinstance(call.spans, DeviceSpans):
+        state = _gpu().partial_state(call)
+    else:
+        state = _cpu().partial_state(call, _cut(call, call.spans, plan))
     return state
 
 
@@ -211,6 +228,17 @@ def _cpu() -> ModuleType:
     return launch
 
 
+@functools.cache
+def _gpu() -> ModuleType:
+    """The GPU backend; Triton is imported by the first call too."""
+    try:
+        from flashdecoding.gpu import launch
+    except ModuleNotFoundError as error:
+        raise NotImplementedError(f"the GPU backend needs Triton, which comes with torch on Linux: {error}") from error
+
+    return launch
+
+
 def _planned_lengths(caller: str, plan: SplitPlan, seqlens: Lengths | None) -> torch.Tensor:
     """The plan's lengths; a traced call cannot compare others with them."""
     if seqlens is not None and seqlens is not plan.seqlens:
@@ -218,18 +246,18 @@ def _planned_lengths(caller: str, plan: SplitPlan, seqlens: Lengths | None) -> t
     return plan.seqlens
 
 
-def _cut(call: Call, plan: SplitPlan | None) -> Cut:
+def _cut(call: Call, spans: Spans, plan: SplitPlan | None) -> Cut:
     """The plan's splits, or those of this call alone."""
     if plan is not None:
         return plan.cut
     checked = call.checked
     window = None if call.positioned else checked.window
-    offsets = call.spans.q_offsets
+    offsets = spans.q_offsets
     if offsets is None:
         q_lens = (checked.q_len,) * checked.batch
     else:
         q_lens = tuple(end - begin for begin, end in itertools.pairwise(offsets))
-    return cut_batch(call.spans.seqlens, q_lens, window, checked.kv_heads, CPU_MODEL)
+    return cut_batch(spans.seqlens, q_lens, window, checked.kv_heads, CPU_MODEL)
 
 
 ops.bind(decode_attention, partial_attention)

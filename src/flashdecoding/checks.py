@@ -38,6 +38,16 @@ class Spans(NamedTuple):
     kv_start: tuple[int, ...] | None  # position of key 0; None: 0
 
 
+class DeviceSpans(NamedTuple):
+    """The same as integer tensors on q's device, never read by the host; what the host gave is checked and copied."""
+
+    seqlens: torch.Tensor | None  # None: the whole cache
+    kv_begin: torch.Tensor | None
+    q_offsets: torch.Tensor | None
+    q_start: torch.Tensor | None
+    kv_start: torch.Tensor | None
+
+
 class Call(NamedTuple):
     """A checked call."""
 
@@ -49,7 +59,7 @@ class Call(NamedTuple):
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     mask: torch.Tensor | None
-    spans: Spans
+    spans: Spans | DeviceSpans
 
     @property
     def positioned(self) -> bool:
@@ -90,6 +100,13 @@ def check_call(
     checked = _recall(caller, tensors, options, has_lengths, q_start is not None)
     batch, capacity = checked.batch, checked.capacity
     refusal = Refusal(caller)
+    spans: Spans | DeviceSpans
+    if checked.signature.q.device.type == "cuda":
+        if plan is not None:
+            raise NotImplementedError(f"{caller}: plan: calls on {q.device} plan on the device; plans are for the CPU")
+        spans = _device_spans(refusal, checked, seqlens, kv_begin, cu_q_lens, q_start, kv_start)
+        refusal.raise_if_any(str(checked.signature))
+        return Call(checked, q, k, v, page_table, sinks, alibi_slopes, mask, spans)
 
     def read(name: str, lengths: Lengths | None, most: int | None) -> tuple[int, ...] | None:
         return None if lengths is None else read_lengths(refusal, lengths, batch, most, name)
@@ -174,6 +191,36 @@ def read_lengths(refusal: Refusal, lengths: Lengths, batch: int, most: int | Non
     return tuple(numbers) if all(type(n) is int for n in numbers) else tuple(int(n) for n in numbers)
 
 
+def _device_spans(
+    refusal: Refusal, checked: Checked, seqlens: Lengths | None, kv_begin: Lengths | None,
+    cu_q_lens: torch.Tensor | None, q_start: Lengths | None, kv_start: Lengths,
+) -> DeviceSpans:  # fmt: skip
+    """Lengths from either side as tensors on the device. What only the device knows is clamped by the kernels."""
+    batch, device = checked.batch, checked.signature.q.device
+
+    def place(name: str, lengths: Lengths | None, most: int | None) -> torch.Tensor | None:
+        if lengths is None:
+            return None
+        if isinstance(lengths, torch.Tensor) and lengths.device == device:
+            facts = Facts.of(lengths)
+            if refusal.unless(facts.shape is not None, f"{name} must be a strided tensor, got {facts.kind}"):
+                whole = lengths.dtype in (torch.int32, torch.int64)
+                refusal.unless(whole, f"{name} must be int32 or int64, got {lengths.dtype}")
+                shape = tuple(lengths.shape)
+                refusal.unless(shape in ((), (batch,)), f"{name} must have shape ({batch},), got {shape}")
+                return None if refusal.reasons else lengths.expand(batch).contiguous()
+            return None
+        numbers = read_lengths(refusal, lengths, batch, most, name)
+        return None if refusal.reasons else torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+    whole = type(kv_start) is int and kv_start == 0
+    return DeviceSpans(
+        place("seqlens", seqlens, checked.capacity), place("kv_begin", kv_begin, checked.capacity),
+        None if cu_q_lens is None else cu_q_lens.contiguous(), place("q_start", q_start, None),
+        None if whole else place("kv_start", kv_start, None),
+    )  # fmt: skip
+
+
 def refuse_quantised(caller: str, k_scale: Any, v_scale: Any, k_zero: Any, v_zero: Any) -> None:
     """No backend reads quantised caches yet."""
     if k_scale is None and v_scale is None and k_zero is None and v_zero is None:
@@ -199,12 +246,6 @@ def refuse_grad(caller: str, **inputs: Any) -> None:
 
 def _has_tangent(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
-
-
-def refuse_without_backend(caller: str, device: torch.device) -> None:
-    """Raises NotImplementedError for a device that no backend serves."""
-    if device.type != "cpu":
-        raise NotImplementedError(f"{caller}: no backend for {device.type!r} tensors; the CPU has one")
 
 
 def check_out(call: Call, out: torch.Tensor) -> None:

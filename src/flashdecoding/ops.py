@@ -90,7 +90,8 @@ def bind(decode: Callable[..., Any], partial: Callable[..., Any]) -> None:
         ("decode_attention_out", run_decode_out, _fake_decode_out),
         ("partial_attention", run_partial, _fake_partial),
     ):
-        _library.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, run, key)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"flashdecoding::{name}", fake, lib=_library)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashdecoding.checks import Lengths, host_lengths, refuse_without_backend
+from flashdecoding.checks import Lengths, host_lengths
 from flashdecoding.refusal import Refusal, in_range, is_positive
 from flashdecoding.signature import FLOAT_DTYPES
 
@@ -193,7 +193,8 @@ def plan_decode(
     where = torch.device(device) if device is not None else torch.device("cpu")
     if device is None and isinstance(seqlens, torch.Tensor):
         where = seqlens.device
-    refuse_without_backend("plan_decode", where)
+    if where.type != "cpu":
+        raise NotImplementedError(f"plan_decode: plans are for the CPU; calls on {where.type!r} make their own")
     refusal = Refusal("plan_decode")
     dim_v = head_dim if head_dim_v is None else head_dim_v
     counts = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": dim_v}

@@ -94,14 +94,20 @@ class Checked:
     problem: tuple[Any, ...]  # equal to the DecodeProblem of a plan that fits
 
 
+def refuse_without_backend(caller: str, device: torch.device) -> None:
+    """Raises NotImplementedError for a device that no backend serves."""
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{caller}: no backend for {device.type!r} tensors; the CPU and CUDA GPUs have one")
+
+
 def check_signature(signature: Signature) -> Checked:
     """The checks that need no values. Raises ValueError, or NotImplementedError for what has no backend."""
     refusal, s = Refusal(signature.caller), signature
     _check_tensors(refusal, s)
     refusal.raise_if_any(str(s))
-    if any(t.device.type != "cpu" for t in (s.q, s.k, s.v)):
-        devices = ", ".join(str(t.device) for t in (s.q, s.k, s.v))
-        raise NotImplementedError(f"{s.caller}: q, k, v are on {devices}; only the CPU has a backend")
+    refuse_without_backend(s.caller, s.q.device)
+    if s.q.device.type == "cuda" and s.q.dtype == torch.float64:
+        raise NotImplementedError(f"{s.caller}: q is float64 on {s.q.device}; only the CPU computes in float64")
     quantised = [f"{name} is {t.dtype}" for name, t in (("k", s.k), ("v", s.v)) if t.dtype in QUANTISED_DTYPES]
     if quantised:
         raise NotImplementedError(f"{s.caller}: {', '.join(quantised)}: quantised caches have no backend yet")
@@ -121,9 +127,9 @@ def check_signature(signature: Signature) -> Checked:
         refusal.unless(rows == batch, f"page_table must have a row for each of {batch} sequences, got {rows}")
         refusal.unless(s.has_lengths, "seqlens must be given with page_table")
     q_heads = s.q.shape[1]
-    _check_mask(refusal, s.mask, batch, q_heads, q_len, capacity)
-    _check_per_head(refusal, "sinks", s.sinks, [(q_heads,)])
-    _check_per_head(refusal, "alibi_slopes", s.alibi_slopes, [(q_heads,), (batch, q_heads)])
+    _check_mask(refusal, s.mask, s.q.device, batch, q_heads, q_len, capacity)
+    _check_per_head(refusal, "sinks", s.sinks, s.q.device, [(q_heads,)])
+    _check_per_head(refusal, "alibi_slopes", s.alibi_slopes, s.q.device, [(q_heads,), (batch, q_heads)])
     refusal.raise_if_any(str(s))
     return Checked(
         signature=s, batch=batch, q_heads=q_heads, kv_heads=s.k.shape[1], head_dim=s.q.shape[3],
@@ -151,6 +157,8 @@ def _check_shapes(refusal: Refusal, s: Signature) -> None:
     if refusal.unless(q.dtype in FLOAT_DTYPES, f"q must be float16, bfloat16, float32 or float64, got {q.dtype}"):
         refusal.unless(k.dtype == q.dtype, f"k must have q's dtype {q.dtype}, got {k.dtype}")
         refusal.unless(v.dtype == q.dtype, f"v must have q's dtype {q.dtype}, got {v.dtype}")
+    for name, t in (("k", k), ("v", v)):
+        refusal.unless(t.device == q.device, f"{name} must be on q's device {q.device}, got {t.device}")
     agree = k.shape[:3] == v.shape[:3]
     refusal.unless(agree, f"k and v must agree but for head_dim, got {tuple(k.shape)} and {tuple(v.shape)}")
     refusal.unless(q.shape[3] == k.shape[3], f"q and k must have one head_dim, got {q.shape[3]} and {k.shape[3]}")
@@ -206,11 +214,13 @@ def _check_tables(refusal: Refusal, s: Signature) -> None:
             refusal.unless(0 not in s.cu_q_lens.shape, "cu_q_lens must hold at least the 0 that it begins with")
 
 
-def _check_mask(refusal: Refusal, mask: Facts | None, batch: int, q_heads: int, q_len: int, capacity: int) -> None:
+def _check_mask(
+    refusal: Refusal, mask: Facts | None, device: Any, batch: int, q_heads: int, q_len: int, capacity: int
+) -> None:
     if mask is None or not refusal.unless(mask.shape is not None, f"mask must be a bool tensor, got {mask.kind}"):
         return
     refusal.unless(mask.dtype == torch.bool, f"mask must be bool (True = visible), got {mask.dtype}")
-    refusal.unless(mask.device.type == "cpu", f"mask must be on q's device, got {mask.device}")
+    refusal.unless(mask.device == device, f"mask must be on q's device {device}, got {mask.device}")
     shape = tuple(mask.shape)
     heads = (1, q_heads)
     tree = len(shape) == 3 and shape[0] in (1, batch) and shape[1:] == (q_len, q_len)
@@ -222,10 +232,12 @@ def _check_mask(refusal: Refusal, mask: Facts | None, batch: int, q_heads: int, 
     )
 
 
-def _check_per_head(refusal: Refusal, name: str, facts: Facts | None, shapes: list[tuple[int, ...]]) -> None:
+def _check_per_head(
+    refusal: Refusal, name: str, facts: Facts | None, device: Any, shapes: list[tuple[int, ...]]
+) -> None:
     if facts is None or not refusal.unless(facts.shape is not None, f"{name} must be a tensor, got {facts.kind}"):
         return
     wanted = " or ".join(map(str, shapes))
     refusal.unless(tuple(facts.shape) in shapes, f"{name} must have shape {wanted}, got {tuple(facts.shape)}")
     refusal.unless(facts.dtype in FLOAT_DTYPES, f"{name} must be a floating-point tensor, got {facts.dtype}")
-    refusal.unless(facts.device.type == "cpu", f"{name} must be on q's device, got {facts.device}")
+    refusal.unless(facts.device == device, f"{name} must be on q's device {device}, got {facts.device}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from flashdecoding.checks import Spans
 from flashdecoding.cpu.arguments import Layout, Run, Sequence
 from flashdecoding.cpu.compiled import workers
 from flashdecoding.cpu.shape import MAX_ROWS, kernel_shape
@@ -25,7 +26,7 @@ from flashdecoding.state import AttentionState, state_dtype
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from flashdecoding.checks import Call, Spans
+    from flashdecoding.checks import Call
     from flashdecoding.plan import Cut
     from flashdecoding.signature import Checked, Facts
 
@@ -100,12 +101,14 @@ def run(call: Call, cut: Cut, results: Results) -> None:
     Raises:
         ValueError: a page id outside [0, pages) among the pages that hold keys in reach.
     """
+    spans = call.spans
+    assert isinstance(spans, Spans)
     launch = prepare(call.checked, results.out.stride(), results.m is not None)
-    table = _sequences(launch, call.spans, cut)
+    table = _sequences(launch, spans, cut)
     if call.page_table is not None and table.out_rows:
         _check_pages(call, call.page_table, table.rows)
     if table.out_rows == 0:
-        _clear_unused(call.spans.q_offsets, results)
+        _clear_unused(spans.q_offsets, results)
         return
     threads = min(torch.get_num_threads(), table.units) if table.large and table.units else 1
     part_bytes = -(-table.parts * (launch.part_o_bytes + 16) // 64) * 64
@@ -122,7 +125,7 @@ def run(call: Call, cut: Cut, results: Results) -> None:
             mask=call.mask, out=results.out, lse=results.lse, m=results.m, l=results.l,
         ),
     ).pack()  # fmt: skip
-    _clear_unused(call.spans.q_offsets, results)
+    _clear_unused(spans.q_offsets, results)
     run_parallel(launch.split_worker, arguments, threads)
     merging = table.parts * launch.part_sums >= THREAD_WORK // 4
     run_parallel(launch.merge_worker, arguments, threads if merging else 1)

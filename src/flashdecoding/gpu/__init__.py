@@ -1,0 +1,1 @@
+"""The GPU backend: the two stages as Triton kernels."""
