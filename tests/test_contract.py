@@ -285,7 +285,8 @@ EXTREMES: dict[str, Callable[[], Problem]] = {
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_numbers(name: str, backend: str) -> None:
     problem = EXTREMES[name]()
-    dwarfed = name.startswith("all-at")  # one product makes the whole score
+    # One product makes the whole score, and tensor cores cut where they add.
+    dwarfed = backend == "cuda" and name.startswith("all-at")
     roundings = worst_roundings(problem.q.shape[3], problem.q.dtype) if dwarfed else 4
     wanted = expect(problem, roundings)
     assert wanted.lse.isfinite().all() and wanted.out.isfinite().all()
