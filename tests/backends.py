@@ -27,6 +27,6 @@ def skip_unless_supported(case: Case, backend: str) -> None:
 
 
 def skip_without_plans(backend: str) -> None:
-    """A plan that a user makes is for the CPU so far; that the GPU refuses one has its own test."""
+    """A GPU refuses a plan by name, which `test_gpu.py` sees; batch_invariant is an option of plans."""
     if backend == "cuda":
-        pytest.skip("plans are for the CPU")
+        pytest.skip("the GPU backend takes no plan from its caller yet: every call plans on the device")

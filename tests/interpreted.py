@@ -8,6 +8,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import math
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -29,22 +30,11 @@ CASES = (
     (Case(FP32, 64, 64, 8, 1, (300, 64, 0, 7), q_len=8, alibi="batch"), "paged-16"),
     (Case(FP32, 96, 64, 4, 1, (70, 33), latent=True), "contiguous"),
 )
-NOTHING = dict.fromkeys(
-    (
-        "seqlens",
-        "page_table",
-        "kv_begin",
-        "cu_q_lens",
-        "max_q_len",
-        "scale",
-        "window",
-        "softcap",
-        "sinks",
-        "alibi_slopes",
-        "mask",
-        "plan",
-    )
-)
+NOTHING = {
+    name: None
+    for name, parameter in signature(check_call).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+}
 
 
 def as_tensor(numbers: Any) -> Any:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashdecoding import decode_attention, plan_decode
+from flashdecoding import checks, decode_attention, plan_decode
+from flashdecoding.refusal import Refusal
+from flashdecoding.signature import Facts, Signature, check_signature
 
 triton = pytest.importorskip("triton", minversion="3.6", reason="Triton 3.6 or newer is not installed")
 
@@ -74,13 +76,47 @@ def test_split_kernel_compiles(variant: str, target: str) -> None:
     assert len(compiled.asm["cubin"]) > 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def _signature(dtype: torch.dtype, device: str = "cuda:0", **others: str) -> Signature:
+    """A call with tensors on devices that this machine need not have."""
+
+    def facts(name: str) -> Facts:
+        return Facts((1, 4, 1, 64), (256, 64, 64, 1), dtype, torch.device(others.get(name, device)))
+
+    nothing = dict.fromkeys(Signature._fields)
+    given = {"caller": "decode_attention", "causal": True, "has_lengths": False, "has_q_start": False}
+    return Signature(**{**nothing, **given, **{name: facts(name) for name in "qkv"}})
+
+
 def test_what_the_gpu_backend_lacks_is_refused_by_name() -> None:
-    q = torch.ones(1, 4, 1, 64, device="cuda", dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="float64"):
-        decode_attention(q, q, q)
-    with pytest.raises(NotImplementedError, match="plan"):
+    with pytest.raises(NotImplementedError, match="q is float64 on cuda:0; only the CPU"):
+        check_signature(_signature(torch.float64))
+    with pytest.raises(NotImplementedError, match="plans are for the CPU; calls on 'cuda'"):
         plan_decode([3], q_heads=4, kv_heads=4, head_dim=64, dtype=torch.float16, device="cuda")
+
+
+def test_a_plan_is_refused_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = check_signature(_signature(torch.float32))
+    monkeypatch.setattr(checks, "_recall", lambda *_: checked)
+    q = torch.ones(1, 4, 1, 64)
     plan = plan_decode([1], q_heads=4, kv_heads=4, head_dim=64, dtype=torch.float32)
-    with pytest.raises(NotImplementedError, match="plan"):
-        decode_attention(*[q.float()] * 3, plan=plan)
+    with pytest.raises(NotImplementedError, match=r"plan: calls on .* plan on the device"):
+        decode_attention(q, q, q, plan=plan)
+
+
+def test_caches_on_another_gpu_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"(?s)k must be on q's device cuda:0, got cuda:1.*v must be .*, got cpu"):
+        check_signature(_signature(torch.float32, k="cuda:1", v="cpu"))
+
+
+def test_lengths_on_the_device_are_checked_as_far_as_the_host_sees() -> None:
+    """Their kind and shape; the host's own numbers in full. The device of q is the CPU here, which is all the same."""
+    checked, refusal = check_signature(_signature(torch.float32, "cpu")), Refusal("decode_attention")
+    wrong = torch.ones(1), torch.ones(3, dtype=torch.int32)
+    checks._device_spans(refusal, checked, wrong[0], wrong[1], None, [-1], 0)
+    text = "\n".join(refusal.reasons)
+    assert "seqlens must be int32 or int64, got torch.float32" in text
+    assert "kv_begin must have shape (1,), got (3,)" in text
+    assert "q_start[0] = -1" in text
+    right = torch.tensor(1)
+    spans = checks._device_spans(Refusal(""), checked, right, [0], None, 5, 0)
+    assert [None if x is None else x.tolist() for x in spans] == [[1], [0], None, [5], None]

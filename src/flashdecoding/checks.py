@@ -213,11 +213,11 @@ def _device_spans(
         numbers = read_lengths(refusal, lengths, batch, most, name)
         return None if refusal.reasons else torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
-    whole = type(kv_start) is int and kv_start == 0
+    from_zero = type(kv_start) is int and kv_start == 0
     return DeviceSpans(
         place("seqlens", seqlens, checked.capacity), place("kv_begin", kv_begin, checked.capacity),
         None if cu_q_lens is None else cu_q_lens.contiguous(), place("q_start", q_start, None),
-        None if whole else place("kv_start", kv_start, None),
+        None if from_zero else place("kv_start", kv_start, None),
     )  # fmt: skip
 
 

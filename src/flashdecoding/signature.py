@@ -94,20 +94,16 @@ class Checked:
     problem: tuple[Any, ...]  # equal to the DecodeProblem of a plan that fits
 
 
-def refuse_without_backend(caller: str, device: torch.device) -> None:
-    """Raises NotImplementedError for a device that no backend serves."""
-    if device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"{caller}: no backend for {device.type!r} tensors; the CPU and CUDA GPUs have one")
-
-
 def check_signature(signature: Signature) -> Checked:
     """The checks that need no values. Raises ValueError, or NotImplementedError for what has no backend."""
     refusal, s = Refusal(signature.caller), signature
     _check_tensors(refusal, s)
     refusal.raise_if_any(str(s))
-    refuse_without_backend(s.caller, s.q.device)
-    if s.q.device.type == "cuda" and s.q.dtype == torch.float64:
-        raise NotImplementedError(f"{s.caller}: q is float64 on {s.q.device}; only the CPU computes in float64")
+    device = s.q.device
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{s.caller}: no backend for {device.type!r} tensors; the CPU and CUDA GPUs have one")
+    if device.type == "cuda" and s.q.dtype == torch.float64:
+        raise NotImplementedError(f"{s.caller}: q is float64 on {device}; only the CPU computes in float64")
     quantised = [f"{name} is {t.dtype}" for name, t in (("k", s.k), ("v", s.v)) if t.dtype in QUANTISED_DTYPES]
     if quantised:
         raise NotImplementedError(f"{s.caller}: {', '.join(quantised)}: quantised caches have no backend yet")
@@ -127,9 +123,9 @@ def check_signature(signature: Signature) -> Checked:
         refusal.unless(rows == batch, f"page_table must have a row for each of {batch} sequences, got {rows}")
         refusal.unless(s.has_lengths, "seqlens must be given with page_table")
     q_heads = s.q.shape[1]
-    _check_mask(refusal, s.mask, s.q.device, batch, q_heads, q_len, capacity)
-    _check_per_head(refusal, "sinks", s.sinks, s.q.device, [(q_heads,)])
-    _check_per_head(refusal, "alibi_slopes", s.alibi_slopes, s.q.device, [(q_heads,), (batch, q_heads)])
+    _check_mask(refusal, s.mask, device, batch, q_heads, q_len, capacity)
+    _check_per_head(refusal, "sinks", s.sinks, device, [(q_heads,)])
+    _check_per_head(refusal, "alibi_slopes", s.alibi_slopes, device, [(q_heads,), (batch, q_heads)])
     refusal.raise_if_any(str(s))
     return Checked(
         signature=s, batch=batch, q_heads=q_heads, kv_heads=s.k.shape[1], head_dim=s.q.shape[3],

@@ -54,12 +54,12 @@ def score_tiles(shape, square_rows, padded, k, scratch):
         for r in range(0, square_rows, SIDE):
             to = s + r * fact(shape, "s_row_bytes") + j * 64
             queries = columns + r * fact(shape, "q_row_bytes")
-            steps = first_step, second_step
             if square_rows > SIDE:
                 coming = v + 8 * (j + r // 2)
-                broken |= tile_scores(shape, to, queries, first, steps[0], second, steps[1], spare, 8, coming)
+                broken |= tile_scores(shape, to, queries, first, first_step, second, second_step, spare, 8, coming)
             else:
-                broken |= tile_scores(shape, to, queries, first, steps[0], second, steps[1], spare, 16, v + 8 * j)
+                coming = v + 8 * j
+                broken |= tile_scores(shape, to, queries, first, first_step, second, second_step, spare, 16, coming)
     return broken
 
 

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashdecoding.gpu.kernels import ITEM_FIELDS, SEQUENCE_FIELDS, merge_kernel, plan_kernel, split_kernel
+from flashdecoding.gpu.kernels import merge_kernel, split_kernel
+from flashdecoding.gpu.planning import ITEM_FIELDS, SEQUENCE_FIELDS, plan_kernel
 from flashdecoding.state import AttentionState
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from flashdecoding.signature import Checked
 
 MOST_ROWS = 64  # query rows (queries x heads that share one kv head) of a program; more rows make more programs
+WARPS = 4  # of a program
 WAVES = 2  # programs of stage 1 for each multiprocessor, as far as there are tiles
 
 
@@ -30,7 +32,6 @@ class Shape:
     block_m: int  # rows of a tile
     row_blocks: int
     block_n: int  # keys of a tile
-    warps: int
     stages: int
     d: tuple[int, int]  # head_dim as two blocks of columns
     e: tuple[int, int]  # head_dim_v likewise
@@ -55,7 +56,7 @@ def partial_state(call: Call) -> AttentionState:
 
 @functools.lru_cache(maxsize=4096)
 def launch_shape(checked: Checked, multiprocessors: int) -> Shape:
-    """Tiles and launches of a signature. Its splits, so its bits, depend on nothing else but lengths."""
+    """Tiles and launches of a signature. Its splits, so its bits, depend on lengths and nothing else."""
     rows = checked.q_len * (checked.q_heads // checked.kv_heads)
     block_m = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     row_blocks = triton.cdiv(rows, block_m)
@@ -65,7 +66,7 @@ def launch_shape(checked: Checked, multiprocessors: int) -> Shape:
         block_n, stages = (64, 3) if checked.head_dim <= 128 else (32, 2)
     items = WAVES * multiprocessors // (checked.kv_heads * row_blocks)
     return Shape(
-        block_m, row_blocks, block_n, 4, stages, _columns(checked.head_dim), _columns(checked.head_dim_v),
+        block_m, row_blocks, block_n, stages, _columns(checked.head_dim), _columns(checked.head_dim_v),
         max(checked.batch, items),
     )  # fmt: skip
 
@@ -105,7 +106,7 @@ def _run(
             TILE=shape.block_n, BB=min(1024, triton.next_power_of_2(c.batch)), BI=16,
             LENGTHS=spans.seqlens is not None, BEGINS=spans.kv_begin is not None, PACKED=c.ragged,
             STARTS=spans.q_start is not None, PIECES=spans.kv_start is not None, WINDOW=c.window is not None,
-            num_warps=4,
+            num_warps=WARPS,
         )  # fmt: skip
         split = shape.most_items > c.batch
         parts = shape.most_items * c.kv_heads * rows if split else 0
@@ -134,13 +135,13 @@ def _run(
             CAPPED=c.softcap is not None, ALIBI=call.alibi_slopes is not None, LATENT=_latent(call, shape),
             SHIFT=10 if c.dtype == torch.float16 else 0, STAGES=shape.stages,
             LEVELS=shape.block_n.bit_length() - 1, SUM=tl.float64 if wide else tl.float32, **flags,
-            num_warps=shape.warps,
+            num_warps=WARPS,
         )  # fmt: skip
         if split:
             block_e = min(triton.next_power_of_2(c.head_dim_v), 256)
             merge_kernel[(c.batch, c.kv_heads * rows, triton.cdiv(c.head_dim_v, block_e))](
                 part_o, part_ml, *results, sequences, given(sinks), *strides, c.kv_heads, rows,
-                GROUP=group, DV=c.head_dim_v, BE=block_e, BS=16, **flags, num_warps=4,
+                GROUP=group, DV=c.head_dim_v, BE=block_e, BS=16, **flags, num_warps=WARPS,
             )  # fmt: skip
 
 
