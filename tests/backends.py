@@ -24,9 +24,3 @@ def skip_unless_supported(case: Case, backend: str) -> None:
     """float64 is a CPU dtype; that the GPU refuses it has its own test."""
     if backend == "cuda" and case.dtype == torch.float64:
         pytest.skip("float64 is a CPU dtype")
-
-
-def skip_without_plans(backend: str) -> None:
-    """A GPU refuses a plan by name, which `test_gpu.py` sees; batch_invariant is an option of plans."""
-    if backend == "cuda":
-        pytest.skip("the GPU backend takes no plan from its caller yet: every call plans on the device")

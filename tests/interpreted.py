@@ -7,16 +7,22 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import bisect
+import itertools
 import math
+import random
 from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 
-from flashdecoding.checks import DeviceSpans, check_call
-from flashdecoding.gpu import launch
-from flashdecoding.testing import Case, arrange, assert_within_bound, expect
+from flashdecoding.checks import Call, check_call
+from flashdecoding.gpu import launch, shapes
+from flashdecoding.gpu.plans import DevicePlan, plan_on_device
+from flashdecoding.lengths import DeviceSpans
+from flashdecoding.plan import DecodeProblem, cut_batch
+from flashdecoding.testing import Case, Problem, arrange, assert_within_bound, expect
 
 FP32, FP16 = torch.float32, torch.float16
 CASES = (
@@ -37,23 +43,122 @@ NOTHING = {
 }
 
 
+CPU = torch.device("cpu")
+
+
 def as_tensor(numbers: Any) -> Any:
     return None if numbers is None else torch.tensor(numbers, dtype=torch.int32)
 
 
 def main() -> None:
-    launch._multiprocessors = lambda index: 4  # type: ignore[assignment]
+    shapes._device = lambda device: ("interpreter", 4, False)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: None  # type: ignore[assignment,return-value]
-    for case, layout in CASES:
-        problem = arrange(case.build(), layout)
-        options: dict[str, Any] = {**NOTHING, "causal": True, **problem.options}
-        call = check_call("decode_attention", problem.q, problem.k, problem.v, **options)
-        call = call._replace(spans=DeviceSpans(*map(as_tensor, call.spans)))
-        out = torch.full((*problem.q.shape[:3], problem.v.shape[3]), math.nan, dtype=problem.q.dtype)
-        with np.errstate(divide="ignore", invalid="ignore"):  # what a GPU does without a word
-            lse = launch.decode(call, out, True)
-        assert_within_bound(out, lse, expect(problem), f"{case.id} {layout}")
-        print(f"{case.id} {layout}: within the bound", flush=True)
+    torch.cuda.is_available = lambda: False
+    with np.errstate(divide="ignore", invalid="ignore"):  # what a GPU does without a word
+        for case, layout in CASES:
+            check_case(case, layout, planned=False)
+        check_case(Case(FP32, 64, 64, 8, 2, (130, 65, 0, 700)), "paged-16", planned=True)
+        check_offsets_from_nowhere()
+    choose = random.Random(5)
+    for number in range(60):
+        check_plan(choose, invariant=number % 2 == 1)
+
+
+def gpu_call(problem: Problem) -> Call:
+    """A call as one on a GPU would be."""
+    options: dict[str, Any] = {**NOTHING, "causal": True, **problem.options}
+    call = check_call("decode_attention", problem.q, problem.k, problem.v, **options)
+    return call._replace(spans=DeviceSpans(*map(as_tensor, call.spans)))
+
+
+def check_case(case: Case, layout: str, planned: bool) -> None:
+    problem = arrange(case.build(), layout)
+    call = gpu_call(problem)
+    out = torch.full((*problem.q.shape[:3], problem.v.shape[3]), math.nan, dtype=problem.q.dtype)
+    plan = None
+    if planned:
+        plan = plan_on_device(DecodeProblem(*call.checked.problem), CPU, list(case.seqlens), None, True)
+    lse = launch.decode(call, plan, out, True)
+    assert_within_bound(out, lse, expect(problem), f"{case.id} {layout}")
+    print(f"{case.id} {layout}: within the bound", flush=True)
+
+
+def check_offsets_from_nowhere() -> None:
+    """Offsets of packed queries that make no sense: nothing outside of out is written, and the call ends."""
+    call = gpu_call(arrange(Case(FP32, 64, 64, 4, 2, (70, 33, 9), q_len=(2, 1, 3)).build(), "contiguous"))
+    for offsets in ((0, 2**31 - 1, -5, 4), (-(2**31), 6, 5, 2**31 - 1), (7, 7, 7, 9)):
+        room = torch.full((3, *call.q.shape), 7.0)
+        lse = launch.decode(call._replace(spans=call.spans._replace(q_offsets=as_tensor(offsets))), None, room[1], True)
+        assert bool((room[0] == 7).all() and (room[2] == 7).all()) and lse is not None and not lse.isnan().any()
+    print("offsets from nowhere do no harm")
+
+
+def check_plan(choose: random.Random, invariant: bool) -> None:
+    """Cut random lengths, some of which a host would have refused, and compare with the rule in plain numbers."""
+    longest = choose.choice([100, 5000, 2**31 - 2**16])
+    batch = choose.choice([1, 2, 7, 40])
+    given = [choose.choice([0, 1, -3, choose.randrange(longest + 9), choose.randrange(900)]) for _ in range(batch)]
+    given = [min(length, 2**31 - 1) for length in given]
+    kv_heads, window = choose.choice([1, 2, 8]), choose.choice([None, None, 1, 300, 2**31 - 1])
+    problem = DecodeProblem(batch, kv_heads, kv_heads, 64, 64, FP16, choose.choice([1, 5]), window)
+    plan = plan_on_device(problem, CPU, as_tensor(given), longest, invariant)
+    lengths = [min(max(length, 0), longest) for length in given]
+    assert plan.seqlens.tolist() == lengths
+    splits, workers = share_out(lengths, problem, plan.cut.shape)
+    assert [plan.splits_of(b) for b in range(batch)] == splits, (given, problem, splits)
+    assert plan.cut.workers[:, 0].tolist() == workers
+    check_workers(plan)
+    check_items(plan, splits)
+    print(f"{lengths[:4]}: as the rule says")
+
+
+def share_out(
+    lengths: list[int], problem: DecodeProblem, shape: shapes.Shape
+) -> tuple[list[list[tuple[int, int]]], list[int]]:
+    """Each sequence's splits, and each worker's first item, as `planning.py` says, in the plainest way."""
+    tile = shape.block_n
+    reach = None if problem.window is None else problem.q_len + problem.window - 1
+    firsts = [0 if reach is None else max(0, n - reach) for n in lengths]
+    tiles = [-(-(n - first) // tile) for n, first in zip(lengths, firsts, strict=True)]
+    begins = [0, *itertools.accumulate(tiles)]
+    share = max(-(-begins[-1] // shape.workers), 1 if shape.invariant else shape.least_tiles)
+    if shape.invariant:
+        keys = cut_batch(
+            tuple(lengths), (problem.q_len,) * len(lengths), problem.window, problem.kv_heads, shape.model
+        )[1]
+        cuts = [list(range(0, n, size // tile)) for n, size in zip(tiles, keys, strict=True)]
+    else:
+        borders = [share * worker for worker in range(shape.workers)]
+        cuts = [
+            ([0] if n else []) + [border - begin for border in borders if begin < border < begin + n]
+            for begin, n in zip(begins, tiles, strict=False)
+        ]
+    splits = [
+        [(first + a * tile, min(first + b * tile, length)) for a, b in itertools.pairwise([*cut, n])]
+        for length, first, n, cut in zip(lengths, firsts, tiles, cuts, strict=True)
+    ]
+    items = [begin + a for begin, cut in zip(begins, cuts, strict=False) for a in cut]
+    return splits, [bisect.bisect_left(items, share * worker) for worker in range(shape.workers + 1)]
+
+
+def check_items(plan: DevicePlan, splits: list[list[tuple[int, int]]]) -> None:
+    """Each split is one item, and splits that are merged have parts of their own, in order."""
+    offsets, parts, lengths = plan.split_offsets.tolist(), plan.cut.table[3].tolist(), plan.seqlens.tolist()
+    wanted: list[list[int]] = []
+    next_part = 0
+    for b, cut in enumerate(splits):
+        assert offsets[b] == len(wanted) and (len(cut) < 2 or parts[b] == next_part)
+        wanted += [[b, *split, lengths[b], len(cut), next_part + n] for n, split in enumerate(cut)]
+        next_part += len(cut) if len(cut) > 1 else 0
+    assert plan.num_splits == len(wanted) <= len(plan.cut.items) and next_part <= plan.cut.shape.most_parts
+    assert plan.cut.items[: len(wanted), :6].tolist() == wanted
+
+
+def check_workers(plan: DevicePlan) -> None:
+    """A worker's record: its first item, a copy of that, and where it ends."""
+    firsts = plan.cut.workers[:, 0].tolist()
+    for record, first, past in zip(plan.cut.workers.tolist(), firsts, firsts[1:], strict=False):
+        assert record[7] == past and (first == past or record[1:7] == plan.cut.items[first, :6].tolist())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import decode, on_every_backend, skip_without_plans
+from backends import decode, on_every_backend
 from torch import Tensor
 
 from flashdecoding import plan_decode
@@ -134,7 +134,6 @@ def _invariant(problem: Problem, max_seqlen: int | None = None) -> Problem:
 @pytest.mark.parametrize("case", (*LONG, *SINGLE_FEATURES[::4]), ids=_ids)
 def test_batch_invariant_bits(case: Case, backend: str) -> None:
     """Alone, with other batch-mates, in another slot, with another capacity: a sequence's bits stay."""
-    skip_without_plans(backend)
     problem = case.build(backend)
     out, lse = decode(_invariant(problem))
     batch = len(case.seqlens)
@@ -157,7 +156,6 @@ def test_batch_invariant_bits(case: Case, backend: str) -> None:
 @on_every_backend
 def test_batch_invariant_among_long_mates(backend: str) -> None:
     """The mates' lengths and number swing from nothing to much more than the sequence's own."""
-    skip_without_plans(backend)
     case = Case(*FP32, 8, 2, (777,), spare=0)
     alone = case.build(backend)
     wanted = decode(_invariant(alone))

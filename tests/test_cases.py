@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import decode, on_every_backend, skip_without_plans
+from backends import decode, on_every_backend
 
 from flashdecoding import AttentionState, decode_attention, merge_states, partial_attention, plan_decode
 from flashdecoding.testing import (
@@ -228,12 +228,11 @@ def _plan(problem: Problem, seqlens: Any = None, **more: Any) -> Any:
     sizes = {"q_heads": problem.q.shape[1], "kv_heads": problem.k.shape[1], "head_dim": problem.q.shape[3]}
     sizes |= {"head_dim_v": problem.v.shape[3], "q_len": problem.q.shape[2]}
     lens = problem.options["seqlens"] if seqlens is None else seqlens
-    return plan_decode(lens, dtype=problem.q.dtype, **sizes, **more)
+    return plan_decode(lens, dtype=problem.q.dtype, device=problem.q.device, **sizes, **more)
 
 
 @on_every_backend
 def test_b43_host_maximum_changes_no_bit(backend: str) -> None:
-    skip_without_plans(backend)
     problem = Case(*BF16_128, 8, 2, (1500, 65, 700)).build(backend)
     wanted = decode(problem.with_options(plan=_plan(problem)))
     for max_seqlen in (1500, 1501, 4096, 131072):
@@ -245,7 +244,6 @@ def test_b43_host_maximum_changes_no_bit(backend: str) -> None:
 @on_every_backend
 def test_b45_plan_made_for_short_rows_then_updated(backend: str) -> None:
     """What a captured graph does: one plan object, later lengths, the longest in another slot."""
-    skip_without_plans(backend)
     problem = Case(*BF16_128, 8, 2, (3000, 3000, 3000, 3000)).build(backend)
     plan = _plan(problem, seqlens=[3000, 1, 1, 1], max_seqlen=3000)
     for lengths in ([3000, 1, 1, 1], [1, 3000, 2999, 0], [3000, 3000, 3000, 3000]):
@@ -303,7 +301,6 @@ def test_b56_sink_counts_once_whatever_splits_are_empty(window: int | None, back
 
 @on_every_backend
 def test_b63_row_alone_and_in_a_batch(backend: str) -> None:
-    skip_without_plans(backend)
     problem = Case(*BF16_128, 32, 8, (2500, 2500, 2500, 2500), spare=0).build(backend)
     out, lse = decode(problem.with_options(plan=_plan(problem, batch_invariant=True)))
     for b in range(4):

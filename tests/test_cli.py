@@ -9,10 +9,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 from flashdecoding import __version__, demo
+from flashdecoding.api import plan_decode
 from flashdecoding.cli import app
 from flashdecoding.commands import bench, check, plan_view
 from flashdecoding.commands.plan_view import share_out, units_of
-from flashdecoding.plan import plan_decode
 
 COMMANDS = ("demo", "check", "explain", "plan", "bench")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashdecoding import checks, decode_attention, plan_decode
+from flashdecoding import checks, decode_attention, lengths, plan_decode
 from flashdecoding.refusal import Refusal
 from flashdecoding.signature import Facts, Signature, check_signature
 
@@ -39,7 +39,9 @@ def test_interpreted_kernels_keep_the_bound() -> None:
     program = Path(__file__).with_name("interpreted.py")
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("within the bound") == 9
+    assert done.stdout.count("within the bound") == 10
+    assert done.stdout.count("as the rule says") == 60
+    assert "offsets from nowhere do no harm" in done.stdout
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -90,17 +92,25 @@ def _signature(dtype: torch.dtype, device: str = "cuda:0", **others: str) -> Sig
 def test_what_the_gpu_backend_lacks_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="q is float64 on cuda:0; only the CPU"):
         check_signature(_signature(torch.float64))
-    with pytest.raises(NotImplementedError, match="plans are for the CPU; calls on 'cuda'"):
-        plan_decode([3], q_heads=4, kv_heads=4, head_dim=64, dtype=torch.float16, device="cuda")
 
 
-def test_a_plan_is_refused_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = check_signature(_signature(torch.float32))
     monkeypatch.setattr(checks, "_recall", lambda *_: checked)
     q = torch.ones(1, 4, 1, 64)
     plan = plan_decode([1], q_heads=4, kv_heads=4, head_dim=64, dtype=torch.float32)
-    with pytest.raises(NotImplementedError, match=r"plan: calls on .* plan on the device"):
+    plan.where = torch.device("cuda:1")
+    with pytest.raises(ValueError, match=r"the plan was made for device=cuda:1, the call has"):
         decode_attention(q, q, q, plan=plan)
+
+
+def test_more_keys_than_a_gpu_takes_are_refused() -> None:
+    facts = Facts((1, 4, 2**31, 64), (0, 0, 0, 1), torch.float16, torch.device("cuda:0"))
+    signature = _signature(torch.float16)._replace(k=facts, v=facts)
+    refusal = Refusal("decode_attention")
+    lengths.device_spans(refusal, check_signature(signature), None, None, None, None, 0)
+    wanted = "seqlens must be given where the cache has more than 2147418112 keys a sequence, got 2147483648"
+    assert refusal.reasons == [wanted]
 
 
 def test_caches_on_another_gpu_are_refused() -> None:
@@ -112,11 +122,11 @@ def test_lengths_on_the_device_are_checked_as_far_as_the_host_sees() -> None:
     """Their kind and shape; the host's own numbers in full. The device of q is the CPU here, which is all the same."""
     checked, refusal = check_signature(_signature(torch.float32, "cpu")), Refusal("decode_attention")
     wrong = torch.ones(1), torch.ones(3, dtype=torch.int32)
-    checks._device_spans(refusal, checked, wrong[0], wrong[1], None, [-1], 0)
+    lengths.device_spans(refusal, checked, wrong[0], wrong[1], None, [-1], 0)
     text = "\n".join(refusal.reasons)
     assert "seqlens must be int32 or int64, got torch.float32" in text
     assert "kv_begin must have shape (1,), got (3,)" in text
     assert "q_start[0] = -1" in text
     right = torch.tensor(1)
-    spans = checks._device_spans(Refusal(""), checked, right, [0], None, 5, 0)
+    spans = lengths.device_spans(Refusal(""), checked, right, [0], None, 5, 0)
     assert [None if x is None else x.tolist() for x in spans] == [[1], [0], None, [5], None]

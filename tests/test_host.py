@@ -98,7 +98,7 @@ def test_compiled_call_with_a_plan(backend: str) -> None:
     """The plan's lengths count, and after an update its new ones."""
     problem = Case(*FP32, 8, 2, (700, 129)).build(backend)
     sizes = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": torch.float32}
-    plan = plan_decode([5, 6], max_seqlen=702, **sizes)
+    plan = plan_decode([5, 6], max_seqlen=702, device=backend, **sizes)
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return decode_attention(q, k, v, plan=plan) * 2.0

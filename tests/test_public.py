@@ -17,7 +17,9 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"refusal"},
     {"signature"},
+    {"lengths"},
     {"checks", "plan"},  # checks names SplitPlan in annotations
+    {"validate"},
     {"state"},
     {"oracle"},
     {"reference"},

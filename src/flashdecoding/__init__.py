@@ -18,8 +18,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from flashdecoding.api import decode_attention, partial_attention
-    from flashdecoding.plan import SplitPlan, plan_decode
+    from flashdecoding.api import decode_attention, partial_attention, plan_decode
+    from flashdecoding.plan import SplitPlan
     from flashdecoding.reference import reference_attention
     from flashdecoding.state import AttentionState, merge_states
 else:
@@ -29,7 +29,7 @@ else:
         "decode_attention": "api",
         "merge_states": "state",
         "partial_attention": "api",
-        "plan_decode": "plan",
+        "plan_decode": "api",
         "reference_attention": "reference",
     }
 

@@ -8,22 +8,21 @@ from __future__ import annotations
 import functools
 import itertools
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from flashdecoding import ops
+from flashdecoding import ops, validate
 from flashdecoding.checks import (
     Call,
-    DeviceSpans,
-    Lengths,
-    Spans,
     check_call,
     check_out,
     check_plan,
     refuse_grad,
     refuse_quantised,
 )
-from flashdecoding.plan import CPU_MODEL, Cut, SplitPlan, cut_batch
+from flashdecoding.lengths import DeviceSpans, Lengths, Spans, host_lengths
+from flashdecoding.plan import CPU_MODEL, LONGEST, Cut, DecodeProblem, HostPlan, SplitPlan, cut_batch, decode_problem
 from flashdecoding.state import AttentionState
 
 Scale = float | torch.Tensor
@@ -110,11 +109,10 @@ def decode_attention(
     if ops.traced(q, k, v):
         if plan is not None:
             check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, window)
-            seqlens = _planned_lengths(caller, plan, seqlens)
         result = ops.traced_decode(
             q, k, v, out, seqlens=seqlens, page_table=page_table, kv_begin=kv_begin, cu_q_lens=cu_q_lens,
             max_q_len=max_q_len, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
-            alibi_slopes=alibi_slopes, mask=mask,
+            alibi_slopes=alibi_slopes, mask=mask, plan=plan,
         )  # fmt: skip
         return result if return_lse else result[0]
     call = check_call(
@@ -122,13 +120,15 @@ def decode_attention(
         max_q_len=max_q_len, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
         alibi_slopes=alibi_slopes, mask=mask, plan=plan,
     )  # fmt: skip
+    if validate.WANTED:
+        validate.validate(call, plan)
     given = out is not None
     if out is None:
         out = ops.empty_output(q, call.checked.head_dim_v)
     else:
         check_out(call, out)
     if isinstance(call.spans, DeviceSpans):
-        lse = _gpu().decode(call, out, return_lse)
+        lse = _gpu().decode(call, plan, out, return_lse)
     else:
         lse = _cpu().decode(call, _cut(call, call.spans, plan), out, return_lse)
     if given:
@@ -198,11 +198,10 @@ def partial_attention(
         if plan is not None:
             positioned = q_start is not None or not (isinstance(kv_start, int) and kv_start == 0)
             check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, None if positioned else window)
-            seqlens = _planned_lengths(caller, plan, seqlens)
         m, l, o = ops.traced_partial(
             q, k, v, seqlens=seqlens, page_table=page_table, kv_begin=kv_begin, cu_q_lens=cu_q_lens,
             max_q_len=max_q_len, scale=scale, causal=causal, window=window, softcap=softcap,
-            alibi_slopes=alibi_slopes, mask=mask, q_start=q_start, kv_start=kv_start, kv_block=kv_block,
+            alibi_slopes=alibi_slopes, mask=mask, plan=plan, q_start=q_start, kv_start=kv_start, kv_block=kv_block,
             kv_stride=kv_stride,
         )  # fmt: skip
         return AttentionState(m, l, o)
@@ -212,12 +211,71 @@ def partial_attention(
         alibi_slopes=alibi_slopes, mask=mask, plan=plan, q_start=q_start, kv_start=kv_start, kv_block=kv_block,
         kv_stride=kv_stride,
     )  # fmt: skip
+    if validate.WANTED:
+        validate.validate(call, plan)
     state: AttentionState
     if isinstance(call.spans, DeviceSpans):
-        state = _gpu().partial_state(call)
+        state = _gpu().partial_state(call, plan)
     else:
         state = _cpu().partial_state(call, _cut(call, call.spans, plan))
     return state
+
+
+def plan_decode(
+    seqlens: Lengths,
+    *,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    dtype: torch.dtype,
+    q_len: int = 1,
+    window: int | None = None,
+    max_seqlen: int | None = None,
+    batch_invariant: bool = False,
+    device: torch.device | str | None = None,
+) -> SplitPlan:
+    """Cut a batch into splits once, for every layer of a step.
+
+    Args:
+        seqlens: valid keys of each sequence, new tokens included: a list, a (B,) integer tensor, or an int for batch 1.
+            A tensor on the GPU (int32 or int64) is cut there, without a sync; in a captured graph, too.
+        q_heads, kv_heads, head_dim, head_dim_v, dtype: as the calls will have them; ``head_dim_v`` defaults to
+            ``head_dim``.
+        q_len: queries a sequence (with ragged queries, the ``max_q_len`` of the calls).
+        window: as the calls will have it; the plan then covers the keys in reach only.
+        max_seqlen: longest length that ``plan.update`` will be given. On a GPU it bounds the launches: give the
+            cache's capacity.
+        batch_invariant: make a sequence's result bits independent of its batch-mates (always so on the CPU).
+        device: where the calls will run; by default the device of ``seqlens``, or the CPU.
+
+    Returns:
+        A :class:`SplitPlan`, to be passed as ``plan=`` and rewritten with ``plan.update(seqlens)``.
+
+    Raises:
+        ValueError: impossible numbers, all named.
+        NotImplementedError: a device without a backend.
+
+    Example:
+        >>> plan = plan_decode([3, 1000], q_heads=8, kv_heads=2, head_dim=64, dtype=torch.float32)
+        >>> plan.splits_of(1)
+        [(0, 512), (512, 1000)]
+    """
+    where = torch.device(device) if device is not None else torch.device("cpu")
+    if device is None and isinstance(seqlens, torch.Tensor):
+        where = seqlens.device
+    if where.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"plan_decode: no backend for {where.type!r}; the CPU and CUDA GPUs have one")
+    problem = decode_problem(
+        seqlens, q_heads, kv_heads, head_dim, head_dim_v, dtype, q_len, window, max_seqlen, batch_invariant
+    )
+    if where.type == "cuda":
+        plan: SplitPlan = _gpu_plans().plan_on_device(problem, where, seqlens, max_seqlen, batch_invariant)
+        return plan
+    lengths = host_lengths(seqlens, problem.batch, LONGEST if max_seqlen is None else max_seqlen, "plan_decode")
+    host_plan = HostPlan(problem, CPU_MODEL, max_seqlen=max_seqlen, batch_invariant=batch_invariant)
+    host_plan.rewrite(lengths)
+    return host_plan
 
 
 @functools.cache
@@ -239,16 +297,33 @@ def _gpu() -> ModuleType:
     return launch
 
 
-def _planned_lengths(caller: str, plan: SplitPlan, seqlens: Lengths | None) -> torch.Tensor:
-    """The plan's lengths; a traced call cannot compare others with them."""
-    if seqlens is not None and seqlens is not plan.seqlens:
-        raise ValueError(f"{caller}: in a traced call, give either plan or seqlens")
-    return plan.seqlens
+@functools.cache
+def _gpu_plans() -> ModuleType:
+    _gpu()  # names Triton where it is missing
+    from flashdecoding.gpu import plans
+
+    return plans
+
+
+def _resume_plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any], memory: torch.Tensor, max_seqlen: int,
+    batch_invariant: bool,
+) -> SplitPlan:  # fmt: skip
+    """The plan that stands behind an operator's arguments; that it fits was checked when the call was traced."""
+    positioned = options.get("q_start") is not None or options.get("kv_start") is not None
+    batch = q.shape[0] if options["cu_q_lens"] is None else options["cu_q_lens"].shape[0] - 1
+    problem = DecodeProblem(
+        batch, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype,
+        q.shape[2] if options["max_q_len"] is None else options["max_q_len"], None if positioned else options["window"],
+    )  # fmt: skip
+    plan: SplitPlan = _gpu_plans().resume(problem, memory, max_seqlen, batch_invariant)
+    return plan
 
 
 def _cut(call: Call, spans: Spans, plan: SplitPlan | None) -> Cut:
     """The plan's splits, or those of this call alone."""
     if plan is not None:
+        assert isinstance(plan, HostPlan)
         return plan.cut
     checked = call.checked
     window = None if call.positioned else checked.window
@@ -260,4 +335,4 @@ def _cut(call: Call, spans: Spans, plan: SplitPlan | None) -> Cut:
     return cut_batch(spans.seqlens, q_lens, window, checked.kv_heads, CPU_MODEL)
 
 
-ops.bind(decode_attention, partial_attention)
+ops.bind(decode_attention, partial_attention, _resume_plan)

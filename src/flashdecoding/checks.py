@@ -6,46 +6,20 @@ checked once (`signature.py`); what depends on values, lengths above all, is che
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from flashdecoding.refusal import LARGEST, Refusal, in_range
+from flashdecoding.lengths import DeviceSpans, Lengths, Spans, device_spans, read_lengths, read_offsets
+from flashdecoding.refusal import Refusal
 from flashdecoding.signature import Checked, Facts, Signature, check_signature
 
 if TYPE_CHECKING:
     from flashdecoding.plan import SplitPlan
 
-Lengths = int | Sequence[int] | torch.Tensor
-
-_INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-
 _MOST_KNOWN = 4096
 _known: dict[tuple[Any, ...], Checked] = {}
-
-
-class Spans(NamedTuple):
-    """Where each sequence's queries and keys are: tuples of ``batch`` numbers. Layers of a step share them."""
-
-    seqlens: tuple[int, ...]
-    kv_begin: tuple[int, ...] | None
-    q_offsets: tuple[int, ...] | None  # ragged: cu_q_lens
-    q_start: tuple[int, ...] | None  # position of the first query; None: the queries are the last positions of the keys
-    kv_start: tuple[int, ...] | None  # position of key 0; None: 0
-
-
-class DeviceSpans(NamedTuple):
-    """The same as integer tensors on q's device, never read by the host; what the host gave is checked and copied."""
-
-    seqlens: torch.Tensor | None  # None: the whole cache
-    kv_begin: torch.Tensor | None
-    q_offsets: torch.Tensor | None
-    q_start: torch.Tensor | None
-    kv_start: torch.Tensor | None
 
 
 class Call(NamedTuple):
@@ -98,31 +72,36 @@ def check_call(
     tensors = (q, k, v, page_table, cu_q_lens, sinks, alibi_slopes, mask)
     has_lengths = seqlens is not None or plan is not None
     checked = _recall(caller, tensors, options, has_lengths, q_start is not None)
-    batch, capacity = checked.batch, checked.capacity
     refusal = Refusal(caller)
     spans: Spans | DeviceSpans
     if checked.signature.q.device.type == "cuda":
         if plan is not None:
-            raise NotImplementedError(f"{caller}: plan: calls on {q.device} plan on the device; plans are for the CPU")
-        spans = _device_spans(refusal, checked, seqlens, kv_begin, cu_q_lens, q_start, kv_start)
-        refusal.raise_if_any(str(checked.signature))
-        return Call(checked, q, k, v, page_table, sinks, alibi_slopes, mask, spans)
-
-    def read(name: str, lengths: Lengths | None, most: int | None) -> tuple[int, ...] | None:
-        return None if lengths is None else read_lengths(refusal, lengths, batch, most, name)
-
-    spans = Spans(
-        _read_seqlens(refusal, checked, seqlens, plan), read("kv_begin", kv_begin, capacity),
-        None if cu_q_lens is None else _read_offsets(refusal, checked.signature, cu_q_lens.tolist()),
-        read("q_start", q_start, None),
-        None if type(kv_start) is int and kv_start == 0 else read("kv_start", kv_start, None),
-    )  # fmt: skip
+            _check_planned_lengths(refusal, checked, seqlens, plan)
+            seqlens = None
+        spans = device_spans(refusal, checked, seqlens, kv_begin, cu_q_lens, q_start, kv_start)
+    else:
+        spans = _host_spans(refusal, checked, seqlens, kv_begin, cu_q_lens, q_start, kv_start, plan)
     if refusal.reasons:
         refusal.raise_if_any(str(checked.signature))
     call = Call(checked, q, k, v, page_table, sinks, alibi_slopes, mask, spans)
-    if plan is not None and (plan.problem != checked.problem or call.positioned):
+    if plan is not None and (plan.problem != checked.problem or call.positioned or plan.where != q.device):
         check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, None if call.positioned else window)
     return call
+
+
+def _host_spans(
+    refusal: Refusal, checked: Checked, seqlens: Lengths | None, kv_begin: Lengths | None,
+    cu_q_lens: torch.Tensor | None, q_start: Lengths | None, kv_start: Lengths, plan: SplitPlan | None,
+) -> Spans:  # fmt: skip
+    def read(name: str, lengths: Lengths | None, most: int | None) -> tuple[int, ...] | None:
+        return None if lengths is None else read_lengths(refusal, lengths, checked.batch, most, name)
+
+    return Spans(
+        _read_seqlens(refusal, checked, seqlens, plan), read("kv_begin", kv_begin, checked.capacity),
+        None if cu_q_lens is None else read_offsets(refusal, checked.signature, cu_q_lens.tolist()),
+        read("q_start", q_start, None),
+        None if type(kv_start) is int and kv_start == 0 else read("kv_start", kv_start, None),
+    )  # fmt: skip
 
 
 def _recall(
@@ -146,79 +125,6 @@ def _recall(
             _known.pop(oldest, None)
         return _known.setdefault(key, checked)
     return checked
-
-
-def host_lengths(lengths: Lengths, batch: int, most: int | None, caller: str, name: str = "seqlens") -> tuple[int, ...]:
-    """Lengths as ints: ``batch`` of them (a single number stands for all), each in [0, most]."""
-    refusal = Refusal(caller)
-    numbers = read_lengths(refusal, lengths, batch, most, name)
-    refusal.raise_if_any()
-    return numbers
-
-
-def read_lengths(refusal: Refusal, lengths: Lengths, batch: int, most: int | None, name: str) -> tuple[int, ...]:
-    """The same, reasons noted in ``refusal``."""
-    if isinstance(lengths, torch.Tensor):
-        if lengths.layout != torch.strided or lengths.is_nested:
-            refusal.unless(False, f"{name} must be a strided tensor, got {Facts.of(lengths).kind}")
-            return ()
-        whole = refusal.unless(
-            lengths.dtype in _INTEGER_DTYPES, f"{name} must be an integer tensor, got {lengths.dtype}"
-        )
-        flat = refusal.unless(lengths.dim() <= 1, f"{name} must have shape ({batch},), got {tuple(lengths.shape)}")
-        here = refusal.unless(lengths.device.type == "cpu", f"{name} must be on the CPU, got {lengths.device}")
-        if not (whole and flat and here):
-            return ()
-        try:
-            numbers: list[Any] = lengths.tolist() if lengths.dim() else [lengths.item()] * batch
-        except RuntimeError as error:  # a tensor inside a transform, or one without elements in memory
-            refusal.unless(False, f"{name} must be a tensor whose values can be read: {str(error).splitlines()[0]}")
-            return ()
-    else:
-        listed = isinstance(lengths, Iterable) and not isinstance(lengths, (str, bytes, set, frozenset, dict))
-        if isinstance(lengths, np.ndarray):
-            numbers = np.atleast_1d(lengths).tolist() if lengths.ndim else [lengths.item()] * batch
-        else:
-            numbers = list(lengths) if listed else [lengths] * batch  # type: ignore[arg-type]
-    if len(numbers) != batch:
-        refusal.unless(False, f"{name} must hold {batch} numbers, one a sequence, got {len(numbers)}")
-    if not all(in_range(n, most) for n in numbers):
-        bad = [(b, n) for b, n in enumerate(numbers) if not in_range(n, most)]
-        shown = ", ".join(f"{name}[{b}] = {n!r}" for b, n in bad[:8]) + (", ..." if len(bad) > 8 else "")
-        limit = f"in [0, {LARGEST if most is None else most}]"
-        refusal.unless(False, f"{name} must be whole numbers {limit}, got {shown}")
-        return ()
-    return tuple(numbers) if all(type(n) is int for n in numbers) else tuple(int(n) for n in numbers)
-
-
-def _device_spans(
-    refusal: Refusal, checked: Checked, seqlens: Lengths | None, kv_begin: Lengths | None,
-    cu_q_lens: torch.Tensor | None, q_start: Lengths | None, kv_start: Lengths,
-) -> DeviceSpans:  # fmt: skip
-    """Lengths from either side as tensors on the device. What only the device knows is clamped by the kernels."""
-    batch, device = checked.batch, checked.signature.q.device
-
-    def place(name: str, lengths: Lengths | None, most: int | None) -> torch.Tensor | None:
-        if lengths is None:
-            return None
-        if isinstance(lengths, torch.Tensor) and lengths.device == device:
-            facts = Facts.of(lengths)
-            if refusal.unless(facts.shape is not None, f"{name} must be a strided tensor, got {facts.kind}"):
-                whole = lengths.dtype in (torch.int32, torch.int64)
-                refusal.unless(whole, f"{name} must be int32 or int64, got {lengths.dtype}")
-                shape = tuple(lengths.shape)
-                refusal.unless(shape in ((), (batch,)), f"{name} must have shape ({batch},), got {shape}")
-                return None if refusal.reasons else lengths.expand(batch).contiguous()
-            return None
-        numbers = read_lengths(refusal, lengths, batch, most, name)
-        return None if refusal.reasons else torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
-
-    from_zero = type(kv_start) is int and kv_start == 0
-    return DeviceSpans(
-        place("seqlens", seqlens, checked.capacity), place("kv_begin", kv_begin, checked.capacity),
-        None if cu_q_lens is None else cu_q_lens.contiguous(), place("q_start", q_start, None),
-        None if from_zero else place("kv_start", kv_start, None),
-    )  # fmt: skip
 
 
 def refuse_quantised(caller: str, k_scale: Any, v_scale: Any, k_zero: Any, v_zero: Any) -> None:
@@ -275,34 +181,32 @@ def _overlaps(facts: Facts) -> bool:
     return False
 
 
-def _read_offsets(refusal: Refusal, s: Signature, offsets: list[int]) -> tuple[int, ...]:
-    """Offsets of packed queries; tokens of q past the last offset belong to no sequence."""
-    tokens = s.q.shape[2]
-    lens = [end - begin for begin, end in itertools.pairwise(offsets)]
-    inside, span = offsets[0] == 0 and offsets[-1] <= tokens, f"{offsets[0]} to {offsets[-1]}"
-    refusal.unless(inside, f"cu_q_lens must run from 0 to at most q's {tokens} tokens, got {span}")
-    refusal.unless(min(lens, default=0) >= 0, f"cu_q_lens must not decrease, got {offsets}")
-    longest = max(lens, default=0)
-    assert s.max_q_len is not None
-    refusal.unless(longest <= s.max_q_len, f"max_q_len is {s.max_q_len}, but a sequence has {longest} queries")
-    return tuple(offsets)
-
-
 def _read_seqlens(
     refusal: Refusal, checked: Checked, seqlens: Lengths | None, plan: SplitPlan | None
 ) -> tuple[int, ...]:
     batch, capacity = checked.batch, checked.capacity
-    if plan is not None and plan.problem.batch == batch:
-        planned = plan.lengths
-        if max(planned, default=0) > capacity:
-            read_lengths(refusal, planned, batch, capacity, "plan.seqlens")
-        if seqlens is not None:
-            given = read_lengths(refusal, seqlens, batch, capacity, "seqlens")
-            same = given == planned
-            differ = f"seqlens {list(given)} differ from the plan's {list(planned)}"
-            refusal.unless(same, f"{differ}; call plan.update(seqlens)")
-        return planned
+    if plan is not None and plan.lengths is not None and plan.problem.batch == batch:
+        _check_planned_lengths(refusal, checked, seqlens, plan)
+        return plan.lengths
     return (capacity,) * batch if seqlens is None else read_lengths(refusal, seqlens, batch, capacity, "seqlens")
+
+
+def _check_planned_lengths(refusal: Refusal, checked: Checked, seqlens: Lengths | None, plan: SplitPlan) -> None:
+    """The plan's lengths must fit the cache, and be those given, as far as the host knows either."""
+    batch, capacity, planned = checked.batch, checked.capacity, plan.lengths
+    if plan.problem.batch != batch:  # which check_plan will say
+        return
+    if planned is not None and max(planned, default=0) > capacity:
+        read_lengths(refusal, planned, batch, capacity, "plan.seqlens")
+    if seqlens is None or seqlens is plan.seqlens:
+        return
+    if planned is None or (isinstance(seqlens, torch.Tensor) and seqlens.device.type != "cpu"):
+        where = "lengths on a GPU cannot be compared with the plan's without waiting for it"
+        refusal.unless(False, f"give plan alone, or plan.seqlens with it: {where}")
+        return
+    given = read_lengths(refusal, seqlens, batch, capacity, "seqlens")
+    differ = f"seqlens {list(given)} differ from the plan's {list(planned)}"
+    refusal.unless(given == planned, f"{differ}; call plan.update(seqlens)")
 
 
 def check_plan(
@@ -316,6 +220,7 @@ def check_plan(
         ("q_heads", p.q_heads, q.shape[1]), ("kv_heads", p.kv_heads, k.shape[1]), ("head_dim", p.head_dim, q.shape[3]),
         ("head_dim_v", p.head_dim_v, v.shape[3]), ("dtype", p.dtype, q.dtype),
         ("q_len", p.q_len, q.shape[2] if max_q_len is None else max_q_len), ("window", p.window, window),
+        ("device", plan.where, q.device),
     )  # fmt: skip
     refusal = Refusal(caller)
     for name, planned, given in pairs:

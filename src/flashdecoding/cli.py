@@ -175,9 +175,9 @@ def plan(
     """
     import torch
 
+    from flashdecoding.api import plan_decode
     from flashdecoding.commands.check import DTYPES
     from flashdecoding.commands.plan_view import save_png, show
-    from flashdecoding.plan import plan_decode
 
     q_heads, kv_heads = inputs.heads(heads)
     cut = plan_decode(

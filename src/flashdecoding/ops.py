@@ -1,8 +1,9 @@
 """The same calls as torch operators, for ``torch.compile``, ``torch.export`` and anything else that traces.
 
 ``torch.ops.flashdecoding.decode_attention`` returns (out, lse), ``decode_attention_out`` writes ``out`` and returns
-lse, ``partial_attention`` returns (m, l, o). Per-sequence numbers are tensors here; plans stay outside, since a cut
-follows from lengths. Eager calls do not come through here: the dispatcher would cost them as much as all their checks.
+lse, ``partial_attention`` returns (m, l, o). Per-sequence numbers are tensors here. A plan for the CPU is its lengths,
+from which its cut follows; one for a GPU is its memory. Eager calls do not come through here: the dispatcher would cost
+them as much as all their checks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ _NAMES = (
 )  # fmt: skip
 _PARTIAL_NAMES = (*(name for name in _NAMES if name != "sinks"), "q_start", "kv_start", "kv_block", "kv_stride")
 
+_PLAN_NAMES = ("plan_memory", "plan_max_seqlen", "plan_invariant")
+
 _library = torch.library.Library("flashdecoding", "DEF")  # type: ignore[no-untyped-call]
 _SINKS, _PIECE = "Tensor? sinks, ", "Tensor? q_start, Tensor? kv_start, SymInt? kv_block, SymInt? kv_stride"
+_PLAN = "Tensor? plan_memory=None, SymInt? plan_max_seqlen=None, bool plan_invariant=False"
 for _schema in (
-    f"decode_attention({_CALL.format(sinks=_SINKS)}) -> (Tensor, Tensor)",
-    f"decode_attention_out({_CALL.format(sinks=_SINKS)}, Tensor(a!) out) -> Tensor",
-    f"partial_attention({_CALL.format(sinks='')}, {_PIECE}) -> (Tensor, Tensor, Tensor)",
+    f"decode_attention({_CALL.format(sinks=_SINKS)}, {_PLAN}) -> (Tensor, Tensor)",
+    f"decode_attention_out({_CALL.format(sinks=_SINKS)}, Tensor(a!) out, {_PLAN}) -> Tensor",
+    f"partial_attention({_CALL.format(sinks='')}, {_PIECE}, {_PLAN}) -> (Tensor, Tensor, Tensor)",
 ):
     _library.define(_schema)  # type: ignore[no-untyped-call]
 
@@ -65,22 +69,30 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
 
-def bind(decode: Callable[..., Any], partial: Callable[..., Any]) -> None:
-    """Give the operators their eager implementations, :func:`decode_attention` and :func:`partial_attention`."""
+def bind(decode: Callable[..., Any], partial: Callable[..., Any], resume_plan: Callable[..., Any]) -> None:
+    """Give the operators their eager implementations, :func:`decode_attention` and :func:`partial_attention`.
+
+    ``resume_plan(q, k, v, options, arguments)`` makes a plan of the arrays and numbers that stand for it.
+    """
+
+    def options_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[str, ...], call: Any) -> Any:
+        options = dict(zip((*names, *_PLAN_NAMES), call, strict=False))  # a default is not among the arguments
+        plan = [options.pop(name, None) for name in _PLAN_NAMES]
+        if plan[0] is not None:
+            options["plan"] = resume_plan(q, k, v, options, *plan)
+        return options
 
     def run_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = decode(*map(_plain, (q, k, v)), **dict(zip(_NAMES, call, strict=True)), return_lse=True)
+        out, lse = decode(*map(_plain, (q, k, v)), **options_of(q, k, v, _NAMES, call), return_lse=True)
         return out, lse
 
     def run_decode_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> torch.Tensor:
-        *options, out = call
-        lse: torch.Tensor = decode(
-            *map(_plain, (q, k, v)), **dict(zip(_NAMES, options, strict=True)), out=out, return_lse=True
-        )[1]
+        options = options_of(q, k, v, (*_NAMES, "out"), call)
+        lse: torch.Tensor = decode(*map(_plain, (q, k, v)), **options, return_lse=True)[1]
         return lse
 
     def run_partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, ...]:
-        options = dict(zip(_PARTIAL_NAMES, call, strict=True))
+        options = options_of(q, k, v, _PARTIAL_NAMES, call)
         options["kv_start"] = 0 if options["kv_start"] is None else options["kv_start"]
         state = partial(*map(_plain, (q, k, v)), **options)
         return state.m, state.l, state.o
@@ -113,18 +125,31 @@ def _numbers(value: Any, batch: int) -> torch.Tensor | None:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
+def _planned(options: dict[str, Any]) -> dict[str, Any]:
+    """Takes the plan out of the options; the arguments that stand for it beside them."""
+    plan = options.pop("plan")
+    if plan is None:
+        return {}
+    if options["seqlens"] is not None and options["seqlens"] is not plan.seqlens:
+        raise ValueError("in a traced call, which cannot compare lengths, give either plan or seqlens")
+    planned: dict[str, Any] = plan.operator_arguments()
+    options["seqlens"] = planned.pop("seqlens", None)
+    return planned
+
+
 def traced_decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by way of the operators."""
     batch = q.shape[0] if options["cu_q_lens"] is None else options["cu_q_lens"].shape[0] - 1
+    planned = _planned(options)
     for name in ("seqlens", "kv_begin"):
         options[name] = _numbers(options[name], batch)
     call = [options[name] for name in _NAMES]
     if out is None:
-        fresh: tuple[torch.Tensor, torch.Tensor] = torch.ops.flashdecoding.decode_attention(q, k, v, *call)
+        fresh: tuple[torch.Tensor, torch.Tensor] = torch.ops.flashdecoding.decode_attention(q, k, v, *call, **planned)
         return fresh
-    lse: torch.Tensor = torch.ops.flashdecoding.decode_attention_out(q, k, v, *call, out)
+    lse: torch.Tensor = torch.ops.flashdecoding.decode_attention_out(q, k, v, *call, out, **planned)
     return out, lse
 
 
@@ -133,8 +158,11 @@ def traced_partial(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(m, l, o) by way of the operator."""
     batch = q.shape[0] if options["cu_q_lens"] is None else options["cu_q_lens"].shape[0] - 1
+    planned = _planned(options)
     for name in ("seqlens", "kv_begin", "q_start", "kv_start"):
         options[name] = _numbers(options[name], batch)
     call = [options[name] for name in _PARTIAL_NAMES]
-    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.flashdecoding.partial_attention(q, k, v, *call)
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.flashdecoding.partial_attention(
+        q, k, v, *call, **planned
+    )
     return state

@@ -7,13 +7,14 @@ state for each (split, kv head), stage 2 merges them. The rule looks at valid le
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashdecoding.checks import Lengths, host_lengths
+from flashdecoding.lengths import Lengths, host_lengths
 from flashdecoding.refusal import Refusal, in_range, is_positive
 from flashdecoding.signature import FLOAT_DTYPES
 
@@ -76,20 +77,61 @@ def cut_batch(
     return Cut(tuple(firsts), tuple(split_keys), tuple(offsets))
 
 
-class SplitPlan:
+class SplitPlan(ABC):
     """The cut of one batch, made once a step and used in every layer.
 
     Attributes:
         problem: what it was made for.
         device: device model whose rule made it.
         seqlens: (batch,) int32 tensor, valid keys of each sequence, new tokens included.
-        first: (batch,) int32, key at which split 0 begins (after 0 only with a window).
-        split_keys: (batch,) int32, keys a split; the last may be short.
         split_offsets: (batch + 1,) int32; splits of sequence b are split_offsets[b] to split_offsets[b + 1].
         max_seqlen: longest length that :meth:`update` takes.
         batch_invariant: a sequence's splits do not depend on the rest of the batch (on the CPU they never do).
+        where: torch device of the arrays and of the calls.
+        lengths: the lengths as numbers; None if they came as a tensor on a GPU.
 
-    The arrays are read-only views; :meth:`update` rewrites them in place.
+    The arrays are not to be written; :meth:`update` rewrites them in place. A plan for a GPU keeps them there:
+    :attr:`num_splits` and :meth:`splits_of` wait for it, calls and :meth:`update` do not.
+    """
+
+    problem: DecodeProblem
+    device: DeviceModel
+    max_seqlen: int
+    batch_invariant: bool
+    where: torch.device
+    lengths: tuple[int, ...] | None
+    seqlens: torch.Tensor
+    split_offsets: Int32Array | torch.Tensor
+
+    @abstractmethod
+    def update(self, seqlens: Lengths) -> None:
+        """Rewrite the plan in place for other lengths of the same problem.
+
+        Raises:
+            ValueError: another batch size, a negative length, or one past ``max_seqlen``; the plan stays as it was.
+                Lengths that are on a GPU are not looked at: there they count as the nearest that is allowed.
+        """
+
+    @property
+    @abstractmethod
+    def num_splits(self) -> int:
+        """Splits of the whole batch."""
+
+    @abstractmethod
+    def splits_of(self, sequence: int) -> list[tuple[int, int]]:
+        """[begin, end) key ranges of one sequence's splits, in order."""
+
+    @abstractmethod
+    def operator_arguments(self) -> dict[str, Any]:
+        """What stands for the plan among the arguments of an operator: tensors and numbers."""
+
+
+class HostPlan(SplitPlan):
+    """A plan for the CPU. Its arrays cannot be written.
+
+    Attributes:
+        first: (batch,) int32, key at which split 0 begins (after 0 only with a window).
+        split_keys: (batch,) int32, keys a split; the last may be short.
     """
 
     def __init__(
@@ -106,7 +148,8 @@ class SplitPlan:
         self.batch_invariant = batch_invariant
         table = np.zeros((4, problem.batch + 1), np.int32)
         self._table = table
-        self.lengths: tuple[int, ...] = (0,) * problem.batch  # the same numbers once more, for calls on the host
+        self.where = torch.device("cpu")
+        self.lengths = (0,) * problem.batch
         self.cut = Cut((0,) * problem.batch, (device.least_split,) * problem.batch, (0,) * (problem.batch + 1))
         self.seqlens = torch.from_numpy(table[0, : problem.batch])
         self.first = _read_only(table[1, : problem.batch])
@@ -114,11 +157,6 @@ class SplitPlan:
         self.split_offsets = _read_only(table[3])
 
     def update(self, seqlens: Lengths) -> None:
-        """Rewrite the plan in place for other lengths of the same problem.
-
-        Raises:
-            ValueError: another batch size, a negative length, or one past ``max_seqlen``; the plan stays as it was.
-        """
         self.rewrite(host_lengths(seqlens, self.problem.batch, self.max_seqlen, "SplitPlan.update"))
 
     def rewrite(self, lengths: tuple[int, ...]) -> None:
@@ -131,70 +169,32 @@ class SplitPlan:
         self._table[0, :batch], self._table[1, :batch] = lengths, self.cut.first
         self._table[2, :batch], self._table[3] = self.cut.split_keys, self.cut.split_offsets
 
+    @property
+    def num_splits(self) -> int:
+        return int(self.split_offsets[-1])
+
+    def splits_of(self, sequence: int) -> list[tuple[int, int]]:
+        end, first, keys = map(int, self._table[:3, : self.problem.batch][:, sequence])
+        return [(begin, min(begin + keys, end)) for begin in range(first, end, keys)]
+
+    def operator_arguments(self) -> dict[str, Any]:
+        return {"seqlens": self.seqlens}  # the cut follows from them
+
     def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles have arrays of their own."""
         return _rebuild, (self.problem, self.device, self.max_seqlen, self.batch_invariant, self.lengths)
 
-    @property
-    def num_splits(self) -> int:
-        """Splits of the whole batch."""
-        return int(self.split_offsets[-1])
-
-    def splits_of(self, sequence: int) -> list[tuple[int, int]]:
-        """[begin, end) key ranges of one sequence's splits, in order."""
-        first, keys = int(self.first[sequence]), int(self.split_keys[sequence])
-        end = int(self._table[0, sequence])
-        return [(begin, min(begin + keys, end)) for begin in range(first, end, keys)]
-
     def __repr__(self) -> str:
-        lengths = self._table[0, :-1].tolist()
+        lengths = list(self.lengths or ())
         shown = str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"
         return f"SplitPlan({self.problem}, device={self.device.name!r}, seqlens={shown}, splits={self.num_splits})"
 
 
-def plan_decode(
-    seqlens: Lengths,
-    *,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    head_dim_v: int | None = None,
-    dtype: torch.dtype,
-    q_len: int = 1,
-    window: int | None = None,
-    max_seqlen: int | None = None,
-    batch_invariant: bool = False,
-    device: torch.device | str | None = None,
-) -> SplitPlan:
-    """Cut a batch into splits once, for every layer of a step.
-
-    Args:
-        seqlens: valid keys of each sequence, new tokens included: a list, a (B,) integer tensor, or an int for batch 1.
-        q_heads, kv_heads, head_dim, head_dim_v, dtype: as the calls will have them; ``head_dim_v`` defaults to
-            ``head_dim``.
-        q_len: queries a sequence (with ragged queries, the ``max_q_len`` of the calls).
-        window: as the calls will have it; the plan then covers the keys in reach only.
-        max_seqlen: longest length that ``plan.update`` will be given.
-        batch_invariant: make a sequence's result bits independent of its batch-mates (always so on the CPU).
-        device: where the calls will run; by default the device of ``seqlens``, or the CPU.
-
-    Returns:
-        A :class:`SplitPlan`, to be passed as ``plan=`` and rewritten with ``plan.update(seqlens)``.
-
-    Raises:
-        ValueError: impossible numbers, all named.
-        NotImplementedError: a device without a backend.
-
-    Example:
-        >>> plan = plan_decode([3, 1000], q_heads=8, kv_heads=2, head_dim=64, dtype=torch.float32)
-        >>> plan.splits_of(1)
-        [(0, 512), (512, 1000)]
-    """
-    where = torch.device(device) if device is not None else torch.device("cpu")
-    if device is None and isinstance(seqlens, torch.Tensor):
-        where = seqlens.device
-    if where.type != "cpu":
-        raise NotImplementedError(f"plan_decode: plans are for the CPU; calls on {where.type!r} make their own")
+def decode_problem(
+    seqlens: Lengths, q_heads: int, kv_heads: int, head_dim: int, head_dim_v: int | None, dtype: torch.dtype,
+    q_len: int, window: int | None, max_seqlen: int | None, batch_invariant: bool,
+) -> DecodeProblem:  # fmt: skip
+    """What :func:`plan_decode` is asked for, checked but for the lengths themselves."""
     refusal = Refusal("plan_decode")
     dim_v = head_dim if head_dim_v is None else head_dim_v
     counts = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": dim_v}
@@ -214,19 +214,14 @@ def plan_decode(
     refusal.unless(q_heads % kv_heads == 0, f"q_heads must be a multiple of kv_heads, got {q_heads} and {kv_heads}")
     refusal.raise_if_any()
     batch = 1 if single else len(seqlens)  # type: ignore[arg-type]
-    lengths = host_lengths(seqlens, batch, LONGEST if max_seqlen is None else max_seqlen, "plan_decode")
     reach = None if window is None else int(window)
-    heads = (int(q_heads), int(kv_heads), int(head_dim), int(dim_v))
-    problem = DecodeProblem(batch, *heads, dtype, int(q_len), reach)
-    plan = SplitPlan(problem, CPU_MODEL, max_seqlen=max_seqlen, batch_invariant=batch_invariant)
-    plan.rewrite(lengths)
-    return plan
+    return DecodeProblem(batch, int(q_heads), int(kv_heads), int(head_dim), int(dim_v), dtype, int(q_len), reach)
 
 
 def _rebuild(
     problem: DecodeProblem, device: DeviceModel, max_seqlen: int, batch_invariant: bool, lengths: tuple[int, ...]
 ) -> SplitPlan:
-    plan = SplitPlan(problem, device, max_seqlen=max_seqlen, batch_invariant=batch_invariant)
+    plan = HostPlan(problem, device, max_seqlen=max_seqlen, batch_invariant=batch_invariant)
     plan.rewrite(lengths)
     return plan
 

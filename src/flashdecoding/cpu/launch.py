@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from flashdecoding.checks import Spans
 from flashdecoding.cpu.arguments import Layout, Run, Sequence
 from flashdecoding.cpu.compiled import workers
 from flashdecoding.cpu.shape import MAX_ROWS, kernel_shape
 from flashdecoding.cpu.softmax import LOG2_E
 from flashdecoding.cpu.threads import Worker, run_parallel
 from flashdecoding.cpu.workspace import borrow, give_back
+from flashdecoding.lengths import Spans
 from flashdecoding.refusal import Refusal
 from flashdecoding.state import AttentionState, state_dtype
 

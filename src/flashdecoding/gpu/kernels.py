@@ -1,9 +1,9 @@
 """The two stages as Triton kernels.
 
-`planning.py` has cut the batch into splits. Stage 1 (:func:`split_kernel`): a program is one (split, kv head, row
-block). Its rows are queries x heads that share the kv head, at least 16 of them, as the matrix unit has it. Stage 2
-(:func:`merge_kernel`): one program an output row merges the splits in order. A sequence with one split is finished by
-stage 1.
+`planning.py` has cut the batch into splits. Stage 1 (:func:`split_kernel`): a program is one (worker, kv head, row
+block), and a worker has a few splits. Its rows are queries x heads that share the kv head, at least 16 of them, as the
+matrix unit has it. Stage 2 (:func:`merge_kernel`): a program merges the splits of an output row in order. A sequence
+with one split is finished by stage 1, one with none by stage 2. Records of arguments: `arguments.py`.
 """
 
 # mypy: ignore-errors
@@ -12,21 +12,37 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashdecoding.gpu.planning import ITEM_FIELDS, SEQUENCE_FIELDS
+from flashdecoding.gpu.planning import LAST, OFFSETS, PARTS, RECORD
 from flashdecoding.gpu.steps import (
     INFINITY,
-    LN_2,
     LOG2_E,
     cache_rows,
+    clamped,
     key_position,
     keys_up_to,
+    load_block,
+    locate,
+    masked,
     normaliser,
     ordered_sum,
+    position_of,
+    queries_of,
     soft_cap,
     softmax_step,
+    store_block,
+    store_results,
     weigh,
 )
+
+
+@triton.jit
+def write_rows(pointer, offsets, ok, row0, row1, stride_d, E0: tl.constexpr, E1: tl.constexpr, DV: tl.constexpr):
+    """Rows of o in their two column blocks."""
+    store_block(pointer, offsets, ok, row0, stride_d, 0, DV, E0)
+    if E1:
+        store_block(pointer, offsets, ok, row1, stride_d, E0, DV, E1)
 
 
 @triton.jit
@@ -36,245 +52,248 @@ def scaled(o, factor):
 
 
 @triton.jit
-def write_rows(pointer, offsets, ok, row0, row1, stride_d, E0: tl.constexpr, E1: tl.constexpr, DV: tl.constexpr):
-    """Rows of o in their two column blocks."""
-    e = tl.arange(0, E0)
-    inside = ok[:, None] & (e < DV)[None, :]
-    tl.store(pointer + offsets[:, None] + e[None, :] * stride_d, row0.to(pointer.dtype.element_ty), mask=inside)
-    if E1:
-        e1 = E0 + tl.arange(0, E1)
-        inside = ok[:, None] & (e1 < DV)[None, :]
-        tl.store(pointer + offsets[:, None] + e1[None, :] * stride_d, row1.to(pointer.dtype.element_ty), mask=inside)
-
-
-# What a view of a mask or of slopes has for strides must not choose another order of summation.
-@triton.jit(
-    do_not_specialize=["mask_stride_b", "mask_stride_h", "mask_stride_q", "mask_stride_k", "slopes_stride_b"],
-    do_not_specialize_on_alignment=["mask", "slopes", "sinks"],
-)
-def split_kernel(
-    q, k, v, out, lse, state_m, state_l, part_o, part_ml, items, sequences, pages, mask, slopes, sinks,
-    q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
-    v_stride_b, v_stride_h, v_stride_s, v_stride_d, out_stride_b, out_stride_h, out_stride_s, out_stride_d,
-    lse_stride_b, lse_stride_h, lse_stride_s, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
-    pages_stride_b, pages_stride_p, slopes_stride_b,
-    kv_heads, max_rows, page_count, unit, q_sign, score_scale, cap, window, kv_block, kv_stride,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCKED: tl.constexpr, MULTI: tl.constexpr, MASK: tl.constexpr,
-    CAPPED: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STATE: tl.constexpr,
-    LATENT: tl.constexpr, SHIFT: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr,
-    SUM: tl.constexpr,
-):  # fmt: skip
-    """Stage 1. MASK: 0 none, 1 dense, 2 a draft tree. MULTI: more than one query, so rows see different keys."""
-    item = tl.program_id(0) // kv_heads
-    head = tl.program_id(0) % kv_heads
-    at = items + item * ITEM_FIELDS
-    seq = tl.load(at)
-    if seq < 0:
-        return
-    begin, end = tl.load(at + 1), tl.load(at + 2)
-    record = sequences + seq * SEQUENCE_FIELDS
-    kv_end, kv_begin = tl.load(record).to(tl.int32), tl.load(record + 1).to(tl.int32)
-    q_first, q_len = tl.load(record + 2).to(tl.int32), tl.load(record + 3).to(tl.int32)
-    q_start, kv_start = tl.load(record + 4), tl.load(record + 5)
-    splits = tl.load(record + 7).to(tl.int32)
-    row = tl.program_id(1) * BM + tl.arange(0, BM)
-    if tl.program_id(1) * BM >= q_len * GROUP:
-        return
-    i, g = row // GROUP, row % GROUP
-    row_ok = i < q_len
-    q_head = head * GROUP + g
-    position = q_start + i
-    low = tl.zeros([BM], tl.int64) + kv_begin
-    high = tl.zeros([BM], tl.int64) + kv_end
+def visible_range(position, row_ok, kv_begin, kv_end, kv_start, blocks, window, CAUSAL: tl.constexpr):
+    """[low, high) of the keys that each row may see by length, causal and window."""
+    low = tl.zeros_like(position) + kv_begin
+    high = tl.zeros_like(position) + kv_end
     if CAUSAL:
-        high = tl.minimum(high, keys_up_to(position, kv_start, kv_block, kv_stride, BLOCKED))
-    if WINDOW:
-        low = tl.maximum(low, keys_up_to(position - window, kv_start, kv_block, kv_stride, BLOCKED))
+        high = tl.minimum(high, keys_up_to(position, kv_start, blocks))
+    if window is not None:
+        low = tl.maximum(low, keys_up_to(position - window, kv_start, blocks))
     high = tl.where(row_ok, high, 0).to(tl.int32)  # at most kv_end
-    low = tl.minimum(low, kv_end).to(tl.int32)
-    end = tl.minimum(end, tl.max(tl.where(low < high, high, 0), 0))
-    begin = tl.minimum(tl.maximum(begin, tl.min(tl.where(low < high, low, 2147483647), 0)), end)
-
-    # Packed queries are one row of q, with a stride of 0 from sequence to sequence; else q_first is 0.
-    q_batch = seq.to(tl.int64)
-    d0 = tl.arange(0, D0)
-    q_rows = q_batch * q_stride_b + (q_first + i).to(tl.int64) * q_stride_s + q_head.to(tl.int64) * q_stride_h
-    q0 = tl.load(q + q_rows[:, None] + d0[None, :] * q_stride_d, mask=row_ok[:, None] & (d0 < D)[None, :], other=0.0)
-    q0 = (q0 * q_sign).to(q.dtype.element_ty)
-    if D1:
-        d1 = D0 + tl.arange(0, D1)
-        q1 = tl.load(
-            q + q_rows[:, None] + d1[None, :] * q_stride_d, mask=row_ok[:, None] & (d1 < D)[None, :], other=0.0
-        )
-        q1 = (q1 * q_sign).to(q.dtype.element_ty)
-    if ALIBI:
-        slope = tl.load(slopes + seq * slopes_stride_b + q_head, mask=row_ok, other=0.0).to(SUM)
-        last = tl.maximum(tl.minimum(high, end) - 1, begin)
-        anchor = tl.abs(position - key_position(last, kv_start, kv_block, kv_stride, BLOCKED))
-
-    k_base = k + head.to(tl.int64) * k_stride_h
-    v_base = v + head.to(tl.int64) * v_stride_h
-    page_row = pages + seq.to(tl.int64) * pages_stride_b
-    if not PAGE:
-        k_base += seq.to(tl.int64) * k_stride_b
-        v_base += seq.to(tl.int64) * v_stride_b
-    e0 = tl.arange(0, E0)
-    m = tl.full([BM], -INFINITY, SUM)
-    l = tl.zeros([BM, BN], SUM)
-    o0 = tl.zeros([BM, E0], SUM)
-    if E1:
-        o1 = tl.zeros([BM, E1], SUM)
-    else:
-        o1 = o0
-    for start in tl.range(begin, end, BN, num_stages=STAGES):
-        key = start + tl.arange(0, BN)
-        inside = key < end
-        if MULTI or MASK:
-            sees = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-            if MASK:
-                m_rows = seq.to(tl.int64) * mask_stride_b + q_head.to(tl.int64) * mask_stride_h
-                m_rows += i.to(tl.int64) * mask_stride_q
-                if MASK == 2:
-                    column = key_position(key, kv_start, kv_block, kv_stride, BLOCKED) - q_start
-                    drafted = (column >= 0) & (column < q_len)
-                    word = tl.load(
-                        mask + m_rows[:, None] + column.to(tl.int64)[None, :] * mask_stride_k,
-                        mask=sees & drafted[None, :], other=1,
-                    )  # fmt: skip
-                else:
-                    word = tl.load(
-                        mask + m_rows[:, None] + key.to(tl.int64)[None, :] * mask_stride_k, mask=sees, other=0
-                    )
-                sees = sees & (word != 0)
-            inside = inside & (tl.max(sees.to(tl.int32), 0) != 0)
-        rows, exists = cache_rows(page_row, key, inside, page_count, k_stride_b, k_stride_s, pages_stride_p, PAGE)
-        k0 = tl.load(
-            k_base + rows[:, None] + d0[None, :] * k_stride_d, mask=exists[:, None] & (d0 < D)[None, :], other=0.0
-        )
-        s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
-        if D1:
-            k1 = tl.load(
-                k_base + rows[:, None] + d1[None, :] * k_stride_d, mask=exists[:, None] & (d1 < D)[None, :], other=0.0
-            )
-            s += tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        s = s.to(SUM)
-        if CAPPED:
-            s = soft_cap(s * score_scale, cap)
-        if ALIBI:
-            if not CAPPED:
-                s = s * score_scale
-            distance = tl.abs(position[:, None] - key_position(key, kv_start, kv_block, kv_stride, BLOCKED)[None, :])
-            s -= slope[:, None] * (distance - anchor[:, None]).to(SUM)
-        if PAGE:  # a page that does not exist
-            s = tl.where(exists[None, :], s, float("nan"))
-        seen = inside[None, :]
-        if MULTI or MASK:
-            seen = sees & seen
-        s = tl.where(seen, s, -INFINITY)
-        p, m, l, shrink = softmax_step(s, m, l, unit * LOG2_E, SHIFT)
-        p = p.to(v.dtype.element_ty)
-        if LATENT:
-            v0 = k0
-        else:
-            v_rows, _ = cache_rows(page_row, key, inside, page_count, v_stride_b, v_stride_s, pages_stride_p, PAGE)
-            v0 = tl.load(
-                v_base + v_rows[:, None] + e0[None, :] * v_stride_d,
-                mask=exists[:, None] & (e0 < DV)[None, :],
-                other=0.0,
-            )
-        o0 = weigh(o0, shrink, p, v0, seen, MULTI or MASK)
-        if E1:
-            e1 = E0 + tl.arange(0, E1)
-            if LATENT:
-                v_rows = rows
-            v1 = tl.load(
-                v_base + v_rows[:, None] + e1[None, :] * v_stride_d,
-                mask=exists[:, None] & (e1 < DV)[None, :],
-                other=0.0,
-            )
-            o1 = weigh(o1, shrink, p, v1, seen, MULTI or MASK)
-
-    m *= unit
-    if ALIBI:
-        m -= slope * anchor.to(SUM)
-    numerator = 2.0**-SHIFT  # l and o carry 2**SHIFT
-    l = ordered_sum(l, BM, BN, LEVELS) * numerator
-    m = tl.where(l == 0.0, -INFINITY, m)
-    if splits == 1:
-        if SINKS:
-            sink = tl.load(sinks + q_head, mask=row_ok, other=0.0).to(SUM)
-        else:
-            sink = m
-        f = normaliser(m, l, sink, SINKS) * numerator
-        o_rows = q_batch * out_stride_b + (q_first + i).to(tl.int64) * out_stride_s
-        o_rows += q_head.to(tl.int64) * out_stride_h
-        write_rows(out, o_rows, row_ok, scaled(o0, f), scaled(o1, f), out_stride_d, E0, E1, DV)
-        l_rows = q_batch * lse_stride_b + q_head.to(tl.int64) * lse_stride_h + (q_first + i).to(tl.int64) * lse_stride_s
-        if LSE:
-            tl.store(lse + l_rows, m + tl.log2(l) * LN_2, mask=row_ok)
-        if STATE:
-            tl.store(state_m + l_rows, m, mask=row_ok)
-            tl.store(state_l + l_rows, l, mask=row_ok)
-    else:
-        f = normaliser(m, l, m, False) * numerator
-        part = (item.to(tl.int64) * kv_heads + head) * max_rows + row
-        write_rows(part_o, part * DV, row_ok, scaled(o0, f), scaled(o1, f), 1, E0, E1, DV)
-        tl.store(part_ml + part * 2, m, mask=row_ok)
-        tl.store(part_ml + part * 2 + 1, l, mask=row_ok)
+    return tl.minimum(low, kv_end).to(tl.int32), high
 
 
 @triton.jit
-def merge_kernel(
-    part_o, part_ml, out, lse, state_m, state_l, sequences, sinks,
-    out_stride_b, out_stride_h, out_stride_s, out_stride_d, lse_stride_b, lse_stride_h, lse_stride_s,
-    kv_heads, max_rows,
-    GROUP: tl.constexpr, DV: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr, STATE: tl.constexpr,
+def seen_by(seq, q_head, i, key, low, high, kv_start, q_start, queries, blocks, mask, TREE: tl.constexpr):
+    """Which keys of a tile each row sees."""
+    sees = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+    if mask is not None:
+        m_rows = seq.to(tl.int64) * mask.stride_b + q_head.to(tl.int64) * mask.stride_h
+        m_rows += i.to(tl.int64) * mask.stride_q
+        column = key_position(key, kv_start, blocks) - q_start
+        sees = masked(mask, m_rows, key, column, queries, sees, TREE)
+    return sees
+
+
+@triton.jit
+def lacks_pages(pages, page_row, begin, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether a page that keys [begin, end) stand on does not exist."""
+    lost = tl.zeros([BLOCK], tl.int32)
+    for start in range(begin // PAGE_SIZE, (end + PAGE_SIZE - 1) // PAGE_SIZE, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        wanted = number < (end + PAGE_SIZE - 1) // PAGE_SIZE
+        page = tl.load(page_row + number.to(tl.int64) * pages.stride_p, mask=wanted & (begin < end), other=0)
+        lost = lost | (wanted & ((page < 0) | (page >= pages.pages))).to(tl.int32)
+    return tl.max(lost, 0) != 0
+
+
+# Which numbers are 1 or multiples of 16 must not choose another order of summation, nor compile the kernel anew.
+@triton.jit(do_not_specialize=["mask", "slopes", "window", "max_rows", "tokens", "capacity", "q_len"])
+def split_kernel(
+    q, k, v, out, results, parts, cut, places, pages, mask, slopes, sinks_ptr,
+    scores, cap, window, blocks, kv_heads, max_rows, tokens, capacity, q_len,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E0: tl.constexpr, E1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
+    STAGES: tl.constexpr, LEVELS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Stage 2 for one row (2.4.2): states of its splits, in order, become the output."""
-    seq = tl.program_id(0)
-    head, row = tl.program_id(1) // max_rows, tl.program_id(1) % max_rows
-    record = sequences + seq * SEQUENCE_FIELDS
-    q_first, q_len = tl.load(record + 2).to(tl.int32), tl.load(record + 3).to(tl.int32)
-    first, splits = tl.load(record + 6).to(tl.int32), tl.load(record + 7).to(tl.int32)
-    if splits < 2 or row >= q_len * GROUP:
+    """Stage 1: a worker's splits, one after the other."""
+    head = tl.program_id(0) % kv_heads
+    worker = cut.workers_ptr + tl.program_id(0) // kv_heads * RECORD
+    first = tl.load(worker)
+    if PDL:
+        gdc_launch_dependents()  # stage 2 may take its place; it waits for the end of this
+    for item in range(first, tl.load(worker + LAST)):
+        record = tl.where(item == first, worker + 1, cut.items_ptr + item * RECORD)
+        attend(
+            record, head, q, k, v, out, results, parts, places, pages, mask, slopes, sinks_ptr, scores, cap, window,
+            blocks, kv_heads, max_rows, tokens, capacity, q_len, GROUP, D, DV, D0, D1, E0, E1, BLOCK_M, BLOCK_N,
+            PAGE_SIZE, CAUSAL, DIFFER, TREE, LATENT, SHIFT, STAGES, LEVELS, SUM,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend(
+    item_ptr, head, q, k, v, out, results, parts, places, pages, mask, slopes, sinks_ptr,
+    scores, cap, window, blocks, kv_heads, max_rows, tokens, capacity, q_len,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E0: tl.constexpr, E1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
+    STAGES: tl.constexpr, LEVELS: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """One split, one kv head, one row block. DIFFER: rows may see different keys of a tile. LATENT: v is the first
+    columns of k.
+    """
+    seq, begin, end = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    splits, part = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+    kv_end = tl.minimum(tl.load(item_ptr + 3), capacity)
+    q_first, queries = queries_of(places.q_offsets_ptr, seq, seq >= 0, tokens, q_len)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    kv_begin = 0
+    if places.kv_begin_ptr is not None:
+        kv_begin = clamped(places.kv_begin_ptr, seq, seq >= 0, capacity)
+    kv_start = position_of(places.kv_start_ptr, seq, 0)
+    i, g = row // GROUP, row % GROUP
+    row_ok = i < queries
+    q_head = head * GROUP + g
+    q_start = position_of(places.q_start_ptr, seq, kv_start + kv_end - queries)
+    position = q_start + i
+    low, high = visible_range(position, row_ok, kv_begin, kv_end, kv_start, blocks, window, CAUSAL)
+    end = tl.minimum(end, tl.max(tl.where(low < high, high, 0), 0))
+    begin = tl.minimum(tl.maximum(begin, tl.min(tl.where(low < high, low, 2147483647), 0)), end)
+
+    token = (q_first + i).to(tl.int64)
+    q_rows = seq.to(tl.int64) * q.stride_b + token * q.stride_s + q_head.to(tl.int64) * q.stride_h
+    q0 = (load_block(q.ptr, q_rows, row_ok, q.stride_d, 0, D, D0) * scores.sign).to(q.ptr.dtype.element_ty)
+    if D1:
+        q1 = (load_block(q.ptr, q_rows, row_ok, q.stride_d, D0, D, D1) * scores.sign).to(q.ptr.dtype.element_ty)
+    if slopes is not None:
+        slope = tl.load(slopes.ptr + seq * slopes.stride_b + q_head, mask=row_ok, other=0.0).to(SUM)
+        last = tl.maximum(tl.minimum(high, end) - 1, begin)
+        anchor = tl.abs(position - key_position(last, kv_start, blocks))
+
+    k_base = k.ptr + head.to(tl.int64) * k.stride_h
+    v_base = v.ptr + head.to(tl.int64) * v.stride_h
+    page_row = k_base
+    if pages is not None:
+        page_row = pages.ptr + seq.to(tl.int64) * pages.stride_b
+    else:
+        k_base += seq.to(tl.int64) * k.stride_b
+        v_base += seq.to(tl.int64) * v.stride_b
+    m = tl.full([BLOCK_M], -INFINITY, SUM)
+    l = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+    o0 = tl.zeros([BLOCK_M, E0], SUM)
+    if E1:
+        o1 = tl.zeros([BLOCK_M, E1], SUM)
+    else:
+        o1 = o0
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        key = start + tl.arange(0, BLOCK_N)
+        inside = key < end
+        if DIFFER:
+            sees = seen_by(seq, q_head, i, key, low, high, kv_start, q_start, queries, blocks, mask, TREE)
+            inside = inside & (tl.max(sees.to(tl.int32), 0) != 0)
+        page, slot, exists = locate(pages, page_row, key, inside, PAGE_SIZE)
+        rows = cache_rows(k, pages, page, slot)
+        k0 = load_block(k_base, rows, exists, k.stride_d, 0, D, D0)
+        s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+        if D1:
+            k1 = load_block(k_base, rows, exists, k.stride_d, D0, D, D1)
+            s += tl.dot(q1, tl.trans(k1), input_precision="ieee")
+        s = s.to(SUM)
+        if cap is not None:
+            s = soft_cap(s * scores.scale, cap)
+        if slopes is not None:
+            if cap is None:
+                s = s * scores.scale
+            distance = tl.abs(position[:, None] - key_position(key, kv_start, blocks)[None, :])
+            s -= slope[:, None] * (distance - anchor[:, None]).to(SUM)
+        seen = inside[None, :]
+        if DIFFER:
+            seen = sees & seen
+        s = tl.where(seen, s, -INFINITY)
+        p, m, l, shrink = softmax_step(s, m, l, scores.unit * LOG2_E, SHIFT)
+        p = p.to(v.ptr.dtype.element_ty)
+        if LATENT:
+            v0 = k0
+            v_rows = rows
+        else:
+            v_rows = cache_rows(v, pages, page, slot)
+            v0 = load_block(v_base, v_rows, exists, v.stride_d, 0, DV, E0)
+        o0 = weigh(o0, shrink, p, v0, seen, DIFFER)
+        if E1:
+            v1 = load_block(v_base, v_rows, exists, v.stride_d, E0, DV, E1)
+            o1 = weigh(o1, shrink, p, v1, seen, DIFFER)
+
+    if pages is not None:  # noqa: SIM102 - one is for the compiler, the other for the GPU
+        if lacks_pages(pages, page_row, begin, end, PAGE_SIZE, BLOCK_N):
+            for start in range(begin, end, BLOCK_N):
+                key = start + tl.arange(0, BLOCK_N)
+                sees = seen_by(seq, q_head, i, key, low, high, kv_start, q_start, queries, blocks, mask, TREE)
+                sees = sees & (key < end)[None, :]
+                page, _, _ = locate(pages, page_row, key, key < end, PAGE_SIZE)
+                lost = sees & ((page < 0) | (page >= pages.pages))[None, :]
+                m = tl.where(tl.max(lost.to(tl.int32), 1) != 0, float("nan"), m)
+            l = tl.where((m == m)[:, None], l, float("nan"))
+    m *= scores.unit
+    if slopes is not None:
+        m -= slope * anchor.to(SUM)
+    numerator = 2.0**-SHIFT  # l and o carry 2**SHIFT
+    l = ordered_sum(l, BLOCK_M, BLOCK_N, LEVELS) * numerator
+    m = tl.where(l == 0.0, -INFINITY, m)
+    if splits == 1:
+        if sinks_ptr is None:
+            f = normaliser(m, l, None) * numerator
+        else:
+            f = normaliser(m, l, tl.load(sinks_ptr + q_head, mask=row_ok, other=0.0).to(SUM)) * numerator
+        o_rows = seq.to(tl.int64) * out.stride_b + token * out.stride_s + q_head.to(tl.int64) * out.stride_h
+        write_rows(out.ptr, o_rows, row_ok, scaled(o0, f), scaled(o1, f), out.stride_d, E0, E1, DV)
+        at = seq.to(tl.int64) * results.stride_b + q_head.to(tl.int64) * results.stride_h + token * results.stride_s
+        store_results(results, at, row_ok, m, l)
+    else:
+        f = normaliser(m, l, None) * numerator
+        at = (part.to(tl.int64) * kv_heads + head) * max_rows + row
+        write_rows(parts.o_ptr, at * DV, row_ok, scaled(o0, f), scaled(o1, f), 1, E0, E1, DV)
+        tl.store(parts.ml_ptr + at * 2, m, mask=row_ok)
+        tl.store(parts.ml_ptr + at * 2 + 1, l, mask=row_ok)
+
+
+@triton.jit(do_not_specialize=["max_rows", "tokens", "q_len"])
+def merge_kernel(
+    out, results, parts, cut, places, sinks_ptr, kv_heads, max_rows, tokens, q_len,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Stage 2 (2.4.2): the states of a row's splits, in order, become BLOCKS column blocks of the output."""
+    rows = kv_heads * max_rows
+    seq, head = tl.program_id(0) // rows, tl.program_id(0) % rows // max_rows
+    row = tl.program_id(0) % max_rows
+    offsets = cut.table_ptr + OFFSETS * cut.pitch + seq
+    splits = tl.load(offsets + 1) - tl.load(offsets)
+    first = tl.load(cut.table_ptr + PARTS * cut.pitch + seq)
+    q_first, queries = queries_of(places.q_offsets_ptr, seq, seq >= 0, tokens, q_len)
+    if splits == 1 or row >= queries * GROUP:
         return
-    e = tl.program_id(2) * BE + tl.arange(0, BE)
-    SUM: tl.constexpr = part_ml.dtype.element_ty
+    if PDL:
+        gdc_wait()
+    q_head = head * GROUP + row % GROUP
+    token = (q_first + row // GROUP).to(tl.int64)
+    o_row = seq.to(tl.int64) * out.stride_b + token * out.stride_s + q_head.to(tl.int64) * out.stride_h
+    part = (first.to(tl.int64) * kv_heads + head) * max_rows + row
+    for block in tl.static_range(BLOCKS):
+        e = (tl.program_id(1) * BLOCKS + block) * BLOCK_E + tl.arange(0, BLOCK_E)
+        m, l, o = merge_parts(parts, part, kv_heads * max_rows, splits, e, DV, BLOCK_E, BLOCK_S)
+        if sinks_ptr is None:
+            f = normaliser(m, l, None)
+        else:
+            f = normaliser(m, l, tl.load(sinks_ptr + q_head).to(m.dtype))
+        o = tl.where(f == 0.0, 0.0, o * f).to(out.ptr.dtype.element_ty)
+        tl.store(out.ptr + o_row + e.to(tl.int64) * out.stride_d, o, mask=e < DV)
+        if block == 0 and tl.program_id(1) == 0:
+            at = seq.to(tl.int64) * results.stride_b + q_head.to(tl.int64) * results.stride_h
+            store_results(results, at + token * results.stride_s, True, m, l)
+
+
+@triton.jit
+def merge_parts(parts, part, stride, splits, e, DV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr):
+    """m, l and the numerator over ``splits`` states, the first at ``part`` and each ``stride`` further on."""
+    SUM: tl.constexpr = parts.ml_ptr.dtype.element_ty
     m = tl.full([], -INFINITY, SUM)
     l = tl.zeros([], SUM)
-    o = tl.zeros([BE], SUM)
-    for start in range(0, splits, BS):
-        split = start + tl.arange(0, BS)
+    o = tl.zeros([BLOCK_E], SUM)
+    for start in range(0, splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
         ok = split < splits
-        part = ((first + split).to(tl.int64) * kv_heads + head) * max_rows + row
-        part_m = tl.load(part_ml + part * 2, mask=ok, other=-INFINITY)
-        part_l = tl.load(part_ml + part * 2 + 1, mask=ok, other=0.0)
-        part_row = tl.load(part_o + part[:, None] * DV + e[None, :], mask=ok[:, None] & (e < DV)[None, :], other=0.0)
-        part_row = part_row.to(SUM)
+        at = part + split.to(tl.int64) * stride
+        part_m = tl.load(parts.ml_ptr + at * 2, mask=ok, other=-INFINITY)
+        part_l = tl.load(parts.ml_ptr + at * 2 + 1, mask=ok, other=0.0)
+        part_o = tl.load(parts.o_ptr + at[:, None] * DV + e[None, :], mask=ok[:, None] & (e < DV)[None, :], other=0.0)
         top = tl.maximum(m, tl.max(part_m, 0))
         base = tl.where(top == -INFINITY, 0.0, top)
         weight = tl.exp2((part_m - base) * LOG2_E) * part_l
         shrink = tl.exp2((m - base) * LOG2_E)
-        o = o * shrink + tl.sum(part_row * weight[:, None], 0)
+        o = o * shrink + tl.sum(part_o.to(SUM) * weight[:, None], 0)
         l = l * shrink + tl.sum(weight, 0)
         m = top
-    i, q_head = row // GROUP, head * GROUP + row % GROUP
-    if SINKS:
-        sink = tl.load(sinks + q_head).to(SUM)
-    else:
-        sink = m
-    f = normaliser(m, l, sink, SINKS)
-    o_row = seq.to(tl.int64) * out_stride_b + (q_first + i).to(tl.int64) * out_stride_s
-    o_row += q_head.to(tl.int64) * out_stride_h
-    tl.store(out + o_row + e * out_stride_d, tl.where(f == 0.0, 0.0, o * f).to(out.dtype.element_ty), mask=e < DV)
-    if tl.program_id(2) == 0:
-        at = seq.to(tl.int64) * lse_stride_b + q_head.to(tl.int64) * lse_stride_h
-        at += (q_first + i).to(tl.int64) * lse_stride_s
-        if LSE:
-            tl.store(lse + at, m + tl.log2(l) * LN_2)
-        if STATE:
-            tl.store(state_m + at, m)
-            tl.store(state_l + at, l)
+    return m, l, o

@@ -1,4 +1,16 @@
-"""How a batch is cut into splits on the device, by its valid lengths: one small kernel, no sync."""
+"""How a batch is cut into splits on the device, by its valid lengths: one small kernel, no sync.
+
+All sequences' tiles stand in a row, one sequence after the other, and every worker gets an equal stretch of it: a
+worker is a program of stage 1 for one kv head and row block, and as many run as the GPU holds at once. Where a stretch
+ends within a sequence, the sequence is cut. For a batch-invariant plan a sequence's own length cuts it, and workers get
+the splits that begin in their stretch.
+
+A plan is int32 memory: the *table*, with a column for each sequence and one more, of SEQLENS, FIRST (the first key that
+a query may see), OFFSETS (a sequence's splits, as `SplitPlan` has them) and PARTS; an *item* for each split: sequence,
+first key, one past the last, length of the sequence, its splits, and the place of this one's state among the parts that
+stage 2 merges; and for each *worker* its first item, a copy of that, and one past its last item, so that one load gives
+it all it needs to begin.
+"""
 
 # mypy: ignore-errors
 
@@ -7,112 +19,132 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ITEM_FIELDS = tl.constexpr(4)  # int32: sequence, first key, one past the last, nothing
-SEQUENCE_FIELDS = tl.constexpr(
-    8
-)  # int64: kv_end, kv_begin, first query, queries, q_start, kv_start, first item, splits
+from flashdecoding.gpu.steps import clamped, queries_of
+
+RECORD = tl.constexpr(8)  # numbers of an item (six are used) and of a worker: one sector of memory
+LAST = tl.constexpr(7)  # of a worker's record: one past its last item
+SEQLENS, FIRST, OFFSETS, PARTS = (tl.constexpr(row) for row in range(4))
+TABLE_ROWS = 4
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch", "capacity", "q_len", "tokens", "window", "workers", "least_tiles", "most_splits"]
+)
 def plan_kernel(
-    seqlens, kv_begin, q_offsets, q_start, kv_start, items, sequences, batch, capacity, q_len, window, most_items,
-    TILE: tl.constexpr, BB: tl.constexpr, BI: tl.constexpr, LENGTHS: tl.constexpr, BEGINS: tl.constexpr,
-    PACKED: tl.constexpr, STARTS: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr,
+    seqlens_ptr, kv_begin_ptr, q_offsets_ptr, cut, batch, capacity, q_len, tokens, window, workers, least_tiles,
+    most_splits, TILE: tl.constexpr, LANES: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Cut a batch into splits of equally many tiles, as long as there are at most ``most_items``; one program."""
-    lanes = tl.arange(0, BB)
-    longest = 1
-    for start in range(0, batch, BB):
+    """One program cuts the batch. A worker's stretch, or with INVARIANT a split, has at least ``least_tiles`` tiles;
+    with INVARIANT a sequence has at most ``most_splits`` splits.
+    """
+    lanes = tl.arange(0, LANES)
+    total = tl.zeros([], tl.int64)
+    for start in range(0, batch, LANES):
         b = start + lanes
         ok = b < batch
-        first, end, queries, q_first, position, piece = sequence_facts(
-            seqlens, kv_begin, q_offsets, q_start, kv_start, b, ok, capacity, q_len, window,
-            LENGTHS, BEGINS, PACKED, STARTS, PIECES, WINDOW,
-        )  # fmt: skip
-        record = sequences + b * SEQUENCE_FIELDS
-        tl.store(record, end, mask=ok)
-        tl.store(record + 1, first, mask=ok)
-        tl.store(record + 2, q_first, mask=ok)
-        tl.store(record + 3, queries, mask=ok)
-        tl.store(record + 4, position, mask=ok)
-        tl.store(record + 5, piece, mask=ok)
-        longest = tl.maximum(longest, tl.max(tl.where(ok, tl.cdiv(tl.maximum(end - first, 0), TILE), 0), 0))
+        first, end = reach(seqlens_ptr, kv_begin_ptr, q_offsets_ptr, b, ok, capacity, q_len, tokens, window)
+        tl.store(cut.table_ptr + SEQLENS * cut.pitch + b, end, mask=ok)
+        tl.store(cut.table_ptr + FIRST * cut.pitch + b, first, mask=ok)
+        total += tl.sum(tl.where(ok, pieces(end - first, TILE), 0).to(tl.int64), 0)
     tl.debug_barrier()
-    low, high = 1, longest
-    while low < high:
-        middle = (low + high) // 2
-        count = 0
-        for start in range(0, batch, BB):
-            tiles, ok = sequence_tiles(sequences, start + lanes, batch, TILE)
-            count += tl.sum(tl.where(ok, tl.maximum(tl.cdiv(tiles, middle), 1), 0), 0)
-        if count <= most_items:
-            high = middle
-        else:
-            low = middle + 1
-    total = 0
-    for start in range(0, batch, BB):
+    if INVARIANT:
+        share = tl.maximum(pieces(total, workers), 1)
+    else:
+        share = tl.maximum(pieces(total, workers), least_tiles)
+    tile = tl.zeros([], tl.int64)
+    items = 0
+    parts = 0
+    for start in range(0, batch, LANES):
         b = start + lanes
-        tiles, ok = sequence_tiles(sequences, b, batch, TILE)
-        splits = tl.where(ok, tl.maximum(tl.cdiv(tiles, low), 1), 0)
-        before = total + tl.cumsum(splits, 0) - splits
-        total += tl.sum(splits, 0)
-        record = sequences + b * SEQUENCE_FIELDS
-        tl.store(record + 6, before, mask=ok)
-        tl.store(record + 7, splits, mask=ok)
-        end = tl.load(record, mask=ok, other=0).to(tl.int32)
-        first = tl.load(record + 1, mask=ok, other=0).to(tl.int32)
-        split = tl.arange(0, BI)[None, :]
-        for first_split in range(0, tl.max(splits, 0), BI):
-            number = first_split + split
-            here = ok[:, None] & (number < splits[:, None])
-            at = items + (before[:, None] + number) * ITEM_FIELDS
-            # Tiles are shared out evenly: split s has tiles s * tiles // splits up to the next one's first.
-            some = tl.maximum(splits, 1)[:, None].to(tl.int64)
-            begin = (number.to(tl.int64) * tiles[:, None] // some).to(tl.int32) * TILE + first[:, None]
-            stop = ((number + 1).to(tl.int64) * tiles[:, None] // some).to(tl.int32) * TILE + first[:, None]
-            tl.store(at, b[:, None] + number * 0, mask=here)
-            tl.store(at + 1, begin, mask=here)
-            tl.store(at + 2, tl.minimum(stop, end[:, None]), mask=here)
-    for start in range(total, most_items, BB):
-        rest = start + lanes
-        tl.store(items + rest * ITEM_FIELDS, -1, mask=rest < most_items)
+        ok = b < batch
+        end = tl.load(cut.table_ptr + SEQLENS * cut.pitch + b, mask=ok, other=0)
+        first = tl.load(cut.table_ptr + FIRST * cut.pitch + b, mask=ok, other=0)
+        tiles = pieces(end - first, TILE).to(tl.int64)
+        begin = tile + tl.cumsum(tiles, 0) - tiles
+        if INVARIANT:
+            size = tl.maximum(pieces(tiles, most_splits), least_tiles)
+            short = tl.zeros_like(size)
+        else:
+            size = tl.zeros_like(tiles) + share
+            short = begin % share  # what the first split lacks of a stretch
+        splits = pieces(tiles + tl.where(tiles > 0, short, 0), size).to(tl.int32)
+        merged = tl.where(splits > 1, splits, 0)
+        offset = items + tl.cumsum(splits, 0) - splits
+        part = parts + tl.cumsum(merged, 0) - merged
+        tl.store(cut.table_ptr + OFFSETS * cut.pitch + b, offset, mask=ok)
+        tl.store(cut.table_ptr + PARTS * cut.pitch + b, part, mask=ok)
+        write_items(cut, b, first, end, size * TILE, short * TILE, splits, offset, part)
+        write_starts(cut, begin, tiles, share, size, short, offset)
+        tile += tl.sum(tiles, 0)
+        items += tl.sum(splits, 0)
+        parts += tl.sum(merged, 0)
+    tl.store(cut.table_ptr + OFFSETS * cut.pitch + batch, items)
+    for start in range(pieces(total, share).to(tl.int32), workers + 1, LANES):
+        tl.store(cut.workers_ptr + (start + lanes) * RECORD, items, mask=start + lanes <= workers)
+    tl.debug_barrier()
+    for start in range(0, workers, LANES):
+        copy_first_items(cut, start + lanes, start + lanes < workers)
 
 
 @triton.jit
-def sequence_tiles(sequences, b, batch, TILE: tl.constexpr):
-    ok = b < batch
-    record = sequences + b * SEQUENCE_FIELDS
-    keys = tl.load(record, mask=ok, other=0) - tl.load(record + 1, mask=ok, other=0)
-    return tl.cdiv(tl.maximum(keys, 0).to(tl.int32), TILE), ok
-
-
-@triton.jit
-def sequence_facts(
-    seqlens, kv_begin, q_offsets, q_start, kv_start, b, ok, capacity, q_len, window,
-    LENGTHS: tl.constexpr, BEGINS: tl.constexpr, PACKED: tl.constexpr, STARTS: tl.constexpr, PIECES: tl.constexpr,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """First and end of the keys that a sequence's queries may see; queries, and where they and the keys begin."""
-    if LENGTHS:
-        end = tl.minimum(tl.maximum(tl.load(seqlens + b, mask=ok, other=0), 0), capacity).to(tl.int32)
-    else:
+def reach(seqlens_ptr, kv_begin_ptr, q_offsets_ptr, b, ok, capacity, q_len, tokens, window):
+    """[first, end) of the keys that a sequence's queries may see; empty without queries."""
+    if seqlens_ptr is None:
         end = tl.zeros_like(b) + capacity
+    else:
+        end = clamped(seqlens_ptr, b, ok, capacity)
     first = tl.zeros_like(b)
-    if BEGINS:
-        first = tl.minimum(tl.maximum(tl.load(kv_begin + b, mask=ok, other=0), 0), capacity).to(tl.int32)
-    if PACKED:
-        q_first = tl.load(q_offsets + b, mask=ok, other=0)
-        queries = tl.minimum(tl.load(q_offsets + b + 1, mask=ok, other=0) - q_first, q_len)
-    else:
-        q_first, queries = tl.zeros_like(b), tl.zeros_like(b) + q_len
-    piece = tl.zeros_like(b).to(tl.int64)
-    if PIECES:
-        piece = tl.load(kv_start + b, mask=ok, other=0).to(tl.int64)
-    if STARTS:
-        position = tl.load(q_start + b, mask=ok, other=0).to(tl.int64)
-    else:
-        position = piece + end - queries
-    if WINDOW and not STARTS:
-        first = tl.maximum(first, end - (queries + window - 1))
-    first = tl.where(queries > 0, first, end)
-    return first, end, queries, q_first, position, piece
+    if kv_begin_ptr is not None:
+        first = clamped(kv_begin_ptr, b, ok, capacity)
+    _, queries = queries_of(q_offsets_ptr, b, ok, tokens, q_len)
+    if window is not None:
+        first = tl.maximum(first.to(tl.int64), end - (queries.to(tl.int64) + window - 1)).to(tl.int32)
+    return tl.minimum(tl.where(queries > 0, first, end), end), end
+
+
+@triton.jit
+def pieces(x, size):
+    """x / size, rounded up, for any x >= 0: x + size - 1 might be too large for its type."""
+    return x // size + (x % size != 0).to(x.dtype)
+
+
+@triton.jit
+def write_items(cut, b, first, end, size, short, splits, offset, part):
+    """The items of each lane's sequence, 16 at once; the first split has ``short`` keys less than ``size``."""
+    for start in range(0, tl.max(splits, 0), 16):
+        number = start + tl.arange(0, 16)[None, :]
+        here = number < splits[:, None]
+        at = cut.items_ptr + (offset[:, None] + number) * RECORD
+        key = number * size[:, None] - short[:, None]
+        past = tl.minimum(first[:, None] + key + size[:, None], end[:, None])
+        tl.store(at, b[:, None] + number * 0, mask=here)
+        tl.store(at + 1, (first[:, None] + tl.maximum(key, 0)).to(tl.int32), mask=here)
+        tl.store(at + 2, past.to(tl.int32), mask=here)
+        tl.store(at + 3, end[:, None] + number * 0, mask=here)
+        tl.store(at + 4, splits[:, None] + number * 0, mask=here)
+        tl.store(at + 5, part[:, None] + number, mask=here)
+
+
+@triton.jit
+def write_starts(cut, begin, tiles, share, size, short, offset):
+    """First items of the workers whose stretches begin in each lane's sequence, 16 at once."""
+    worker = pieces(begin, share)
+    count = (pieces(begin + tiles, share) - worker).to(tl.int32)
+    for start in range(0, tl.max(count, 0), 16):
+        number = start + tl.arange(0, 16)[None, :]
+        past = (worker[:, None] + number) * share - begin[:, None]  # tiles of the sequence before the stretch
+        item = offset[:, None] + pieces(past + short[:, None], size[:, None]).to(tl.int32)
+        at = cut.workers_ptr + (worker[:, None] + number) * RECORD
+        tl.store(at, item, mask=number < count[:, None])
+
+
+@triton.jit
+def copy_first_items(cut, worker, ok):
+    """Each worker's first item into its record, and where the next worker begins."""
+    at = cut.workers_ptr + worker * RECORD
+    first = tl.load(at, mask=ok, other=0)
+    past = tl.load(at + RECORD, mask=ok, other=0)
+    for field in tl.static_range(6):
+        number = tl.load(cut.items_ptr + first * RECORD + field, mask=ok & (first < past), other=0)
+        tl.store(at + 1 + field, number, mask=ok)
+    tl.store(at + LAST, past, mask=ok)

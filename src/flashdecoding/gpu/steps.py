@@ -1,4 +1,4 @@
-"""Steps that the kernels share: which keys a row may see, a tile's rows of the cache, online softmax, sinks."""
+"""Steps that the kernels share: which keys a row may see, rows of the cache, online softmax, sinks."""
 
 # mypy: ignore-errors
 
@@ -13,37 +13,106 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def keys_up_to(position, kv_start, kv_block, kv_stride, BLOCKED: tl.constexpr):
+def clamped(ptr, b, ok, most):
+    """Number b of an integer tensor, in [0, most]: what the host did not see is made harmless."""
+    return tl.minimum(tl.maximum(tl.load(ptr + b, mask=ok, other=0).to(tl.int64), 0), most).to(tl.int32)
+
+
+@triton.jit
+def queries_of(q_offsets_ptr, b, ok, tokens, q_len):
+    """First query of sequence b among packed ones (else 0), and how many queries it has."""
+    if q_offsets_ptr is None:
+        first = b * 0
+        count = first + q_len
+    else:
+        first = clamped(q_offsets_ptr, b, ok, tokens)
+        past = clamped(q_offsets_ptr, b + 1, ok, tokens)
+        count = tl.minimum(tl.maximum(past - first, 0), q_len)
+    return first, count
+
+
+@triton.jit
+def position_of(ptr, b, default):
+    """A position that the call may give for sequence b."""
+    if ptr is None:
+        place = tl.zeros([], tl.int64) + default
+    else:
+        place = tl.load(ptr + b).to(tl.int64)
+    return place
+
+
+@triton.jit
+def keys_up_to(position, kv_start, blocks):
     """Number of local keys at positions <= ``position``."""
     past = position - kv_start
-    if BLOCKED:
-        whole = past // kv_stride * kv_block + tl.minimum(past % kv_stride + 1, kv_block)
-        count = tl.where(past < 0, 0, whole)
-    else:
+    if blocks is None:
         count = tl.maximum(past + 1, 0)
+    else:
+        whole = past // blocks.stride * blocks.size + tl.minimum(past % blocks.stride + 1, blocks.size)
+        count = tl.where(past < 0, 0, whole)
     return count
 
 
 @triton.jit
-def key_position(key, kv_start, kv_block, kv_stride, BLOCKED: tl.constexpr):
-    if BLOCKED:
-        position = kv_start + key // kv_block * kv_stride + key % kv_block
-    else:
+def key_position(key, kv_start, blocks):
+    if blocks is None:
         position = kv_start + key
+    else:
+        position = kv_start + key // blocks.size * blocks.stride + key % blocks.size
     return position
 
 
 @triton.jit
-def cache_rows(pages, key, inside, page_count, stride_b, stride_s, pages_stride, PAGE: tl.constexpr):
-    """Offsets of keys' rows in the cache, and which of them may be loaded: the only place that knows about pages."""
-    if PAGE:
-        page = tl.load(pages + (key // PAGE).to(tl.int64) * pages_stride, mask=inside, other=0)
-        exists = (page >= 0) & (page < page_count)
-        rows = page.to(tl.int64) * stride_b + (key % PAGE).to(tl.int64) * stride_s
+def masked(mask, rows, key, column, q_len, sees, TREE: tl.constexpr):
+    """``sees`` where the mask allows it: dense by local key, a draft tree by place among the queries."""
+    if TREE:
+        drafted = (column >= 0) & (column < q_len)
+        at = mask.ptr + rows[:, None] + column.to(tl.int64)[None, :] * mask.stride_k
+        word = tl.load(at, mask=sees & drafted[None, :], other=1)
     else:
+        at = mask.ptr + rows[:, None] + key.to(tl.int64)[None, :] * mask.stride_k
+        word = tl.load(at, mask=sees, other=0)
+    return sees & (word != 0)
+
+
+@triton.jit
+def locate(pages, page_row, key, inside, PAGE_SIZE: tl.constexpr):
+    """Page and slot of keys, and which of them may be loaded: no page that does not exist is."""
+    if pages is None:
+        page = key
+        slot = key.to(tl.int64)
         exists = inside
-        rows = key.to(tl.int64) * stride_s
-    return rows, exists & inside
+    else:
+        page = tl.load(page_row + (key // PAGE_SIZE).to(tl.int64) * pages.stride_p, mask=inside, other=0)
+        slot = (key % PAGE_SIZE).to(tl.int64)
+        exists = inside & (page >= 0) & (page < pages.pages)
+    return page.to(tl.int64), slot, exists
+
+
+@triton.jit
+def cache_rows(cache, pages, page, slot):
+    """Offsets of keys' rows in a cache: with :func:`locate`, all that knows about pages."""
+    rows = slot * cache.stride_s
+    if pages is not None:
+        rows += page * cache.stride_b
+    return rows
+
+
+@triton.jit
+def load_block(base, rows, ok, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """A block of COLUMNS columns from column FIRST of rows; 0 where a row is not ``ok`` or has no such column."""
+    column = FIRST + tl.arange(0, COLUMNS)
+    inside = ok[:, None] & (column < WIDTH)[None, :]
+    return tl.load(base + rows[:, None] + column.to(tl.int64)[None, :] * stride_d, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_block(base, rows, ok, x, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """The counterpart of :func:`load_block`."""
+    column = FIRST + tl.arange(0, COLUMNS)
+    inside = ok[:, None] & (column < WIDTH)[None, :]
+    at = base + rows[:, None] + column.to(tl.int64)[None, :] * stride_d
+    tl.store(at, x.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -106,13 +175,23 @@ def ordered_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constex
 
 
 @triton.jit
-def normaliser(m, l, sink, SINKS: tl.constexpr):
-    """What the numerator is multiplied with; m and sink are natural logarithms. 0 for an empty row."""
-    if SINKS:
-        top = tl.maximum(m, sink)
-        weight = tl.exp2((m - top) * LOG2_E)
-        factor = weight / (l * weight + tl.exp2((sink - top) * LOG2_E))
-        factor = tl.where(sink == INFINITY, 0.0, factor)
-    else:
+def normaliser(m, l, sink_rows):
+    """What the numerator is multiplied with; m and sinks are natural logarithms. 0 for an empty row."""
+    if sink_rows is None:
         factor = 1.0 / l
+    else:
+        top = tl.maximum(m, sink_rows)
+        weight = tl.exp2((m - top) * LOG2_E)
+        factor = weight / (l * weight + tl.exp2((sink_rows - top) * LOG2_E))
+        factor = tl.where(sink_rows == INFINITY, 0.0, factor)
     return tl.where(l == 0.0, 0.0, factor)
+
+
+@triton.jit
+def store_results(results, rows, ok, m, l):
+    """lse, or m and l of a state, whichever the call wants."""
+    if results.lse_ptr is not None:
+        tl.store(results.lse_ptr + rows, m + tl.log2(l) * LN_2, mask=ok)
+    if results.m_ptr is not None:
+        tl.store(results.m_ptr + rows, m, mask=ok)
+        tl.store(results.l_ptr + rows, l, mask=ok)

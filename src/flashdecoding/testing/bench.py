@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashdecoding.api import plan_decode
 from flashdecoding.cpu import workspace
-from flashdecoding.plan import plan_decode
 from flashdecoding.testing.cases import Problem
 from flashdecoding.testing.compare import assert_within_bound, expect
 from flashdecoding.testing.peers import OURS, OURS_WITH_PLAN, Contender, NotTakingPart

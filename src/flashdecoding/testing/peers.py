@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashdecoding.api import decode_attention
-from flashdecoding.plan import plan_decode
+from flashdecoding.api import decode_attention, plan_decode
 
 Attention = Callable[[Tensor, Tensor], Tensor]
 

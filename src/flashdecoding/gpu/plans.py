@@ -1,0 +1,127 @@
+"""Plans on a GPU: made once for every layer of a step, or by a call for itself."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from flashdecoding.gpu.arguments import Cut
+from flashdecoding.gpu.planning import RECORD, TABLE_ROWS, plan_kernel
+from flashdecoding.gpu.shapes import Shape, launch_shape
+from flashdecoding.lengths import LONGEST_ON_GPU, DeviceSpans, Lengths, device_lengths, read_lengths
+from flashdecoding.plan import DecodeProblem, SplitPlan
+from flashdecoding.refusal import Refusal
+
+
+class DeviceCut(NamedTuple):
+    """A batch's splits as `planning.py` lays them out, and the shape of the launches for them."""
+
+    memory: torch.Tensor
+    workers: torch.Tensor  # (workers + 1, RECORD)
+    table: torch.Tensor  # (TABLE_ROWS, batch + 1), with space for whole records
+    items: torch.Tensor  # (most_items, RECORD)
+    shape: Shape
+
+    @classmethod
+    def of(cls, batch: int, shape: Shape, memory: torch.Tensor) -> DeviceCut:
+        """The views of a cut's memory."""
+        records = memory.view(-1, RECORD.value)
+        columns = triton.cdiv(batch + 1, RECORD.value)
+        sizes = [shape.workers + 1, TABLE_ROWS * columns, shape.most_items]
+        workers, table, items = torch.split(records, sizes)
+        return cls(memory, workers, table.view(TABLE_ROWS, -1), items, shape)
+
+    @classmethod
+    def empty(cls, batch: int, shape: Shape, device: torch.device) -> DeviceCut:
+        """Memory for a cut, which :func:`cut_on_device` writes."""
+        records = shape.workers + 1 + TABLE_ROWS * triton.cdiv(batch + 1, RECORD.value) + shape.most_items
+        return cls.of(batch, shape, torch.empty(records * RECORD.value, dtype=torch.int32, device=device))
+
+    def argument(self) -> Cut:
+        return Cut(self.workers, self.table, self.items, self.table.stride(0))
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launches go to ``device``."""
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def cut_on_device(cut: DeviceCut, problem: DecodeProblem, spans: DeviceSpans, longest: int, tokens: int) -> None:
+    """Launch the plan of a batch: lengths count as at most ``longest``, packed queries as at most ``tokens``."""
+    shape = cut.shape
+    lanes = min(1024, max(16, triton.next_power_of_2(problem.batch)))
+    with on(cut.memory.device):
+        plan_kernel[(1,)](
+            spans.seqlens, spans.kv_begin, spans.q_offsets, cut.argument(), problem.batch, longest, problem.q_len,
+            tokens, problem.window, shape.workers, shape.least_tiles, shape.most_splits,
+            TILE=shape.block_n, LANES=lanes, INVARIANT=shape.invariant, num_warps=1 if lanes <= 64 else 4,
+        )  # fmt: skip
+
+
+class DevicePlan(SplitPlan):
+    """A plan on a GPU. Copies and pickles have arrays of their own, and wait for the GPU to read the lengths."""
+
+    def __init__(self, problem: DecodeProblem, cut: DeviceCut, max_seqlen: int) -> None:
+        self.problem = problem
+        self.device = cut.shape.model
+        self.max_seqlen = max_seqlen
+        self.batch_invariant = cut.shape.invariant
+        self.where = cut.memory.device
+        self.lengths = None
+        self.cut = cut
+        self.seqlens, self.split_offsets = cut.table[0, : problem.batch], cut.table[2, : problem.batch + 1]
+
+    def update(self, seqlens: Lengths) -> None:
+        batch, refusal = self.problem.batch, Refusal("SplitPlan.update")
+        on_device = isinstance(seqlens, torch.Tensor) and seqlens.device == self.where
+        lengths = None if on_device else read_lengths(refusal, seqlens, batch, self.max_seqlen, "seqlens")
+        placed = device_lengths(
+            refusal, seqlens if lengths is None else lengths, batch, self.max_seqlen, self.where, "seqlens"
+        )
+        refusal.raise_if_any()
+        if batch:
+            cut_on_device(self.cut, self.problem, DeviceSpans(placed, None, None, None, None), self.max_seqlen, 0)
+        self.lengths = lengths
+
+    @property
+    def num_splits(self) -> int:
+        return int(self.split_offsets[-1])
+
+    def splits_of(self, sequence: int) -> list[tuple[int, int]]:
+        first, past = self.split_offsets.tolist()[:-1][sequence], self.split_offsets.tolist()[1:][sequence]
+        return [(begin, end) for begin, end in self.cut.items[first:past, 1:3].tolist()]
+
+    def operator_arguments(self) -> dict[str, Any]:
+        numbers = {"plan_max_seqlen": self.max_seqlen, "plan_invariant": self.batch_invariant}
+        return {"plan_memory": self.cut.memory, **numbers}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        lengths = self.cut.table[0, : self.problem.batch].cpu()
+        return plan_on_device, (self.problem, self.where, lengths, self.max_seqlen, self.batch_invariant)
+
+    def __repr__(self) -> str:
+        shown = f"on {self.where}" if self.lengths is None else str(list(self.lengths))
+        return f"SplitPlan({self.problem}, device={self.device.name!r}, seqlens={shown})"
+
+
+def plan_on_device(
+    problem: DecodeProblem, device: torch.device, seqlens: Lengths, max_seqlen: int | None, batch_invariant: bool
+) -> DevicePlan:
+    """A plan in memory of its own, cut for ``seqlens``."""
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    longest = min(LONGEST_ON_GPU, max_seqlen if max_seqlen is not None else LONGEST_ON_GPU)
+    shape = launch_shape(problem, longest, batch_invariant, device)
+    plan = DevicePlan(problem, DeviceCut.empty(problem.batch, shape, device), longest)
+    plan.cut.memory.zero_()
+    plan.update(seqlens)
+    return plan
+
+
+def resume(problem: DecodeProblem, memory: torch.Tensor, max_seqlen: int, batch_invariant: bool) -> DevicePlan:
+    """The plan whose memory this is."""
+    shape = launch_shape(problem, max_seqlen, batch_invariant, memory.device)
+    return DevicePlan(problem, DeviceCut.of(problem.batch, shape, memory), max_seqlen)

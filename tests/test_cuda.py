@@ -1,0 +1,280 @@
+"""What only a GPU can show: captured graphs, streams, values that the host never sees, offsets past 2**31."""
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from backends import decode
+from torch import Tensor
+
+from flashdecoding import decode_attention, partial_attention, plan_decode, validate
+from flashdecoding.testing import Case, Problem, arrange, assert_same_bits, assert_within_bound, expect
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: these tests run with make test-gpu")
+
+BF16 = (torch.bfloat16, 128, 128)
+FP16 = (torch.float16, 80, 80)
+FP32 = (torch.float32, 64, 64)
+STEPS = ([3000, 1, 0, 129], [1, 3000, 2999, 0], [0, 0, 0, 0], [3000, 3000, 3000, 3000], [64, 63, 65, 128])
+
+
+def _int32(numbers: Any) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
+
+
+def _plan(problem: Problem, seqlens: Any, **more: Any) -> Any:
+    sizes = {"q_heads": problem.q.shape[1], "kv_heads": problem.k.shape[1], "head_dim": problem.q.shape[3]}
+    sizes |= {"head_dim_v": problem.v.shape[3], "q_len": problem.q.shape[2], "window": problem.options.get("window")}
+    return plan_decode(seqlens, dtype=problem.q.dtype, device="cuda", **sizes, **more)
+
+
+def _assert_right(result: tuple[Tensor, Tensor], problem: Problem, lengths: Any) -> None:
+    stepped = problem.with_options(seqlens=torch.tensor(lengths, dtype=torch.int32))
+    assert_within_bound(*result, expect(stepped.to("cpu")), str(lengths))
+
+
+CAPTURED = {
+    "plain": (Case(*BF16, 32, 8, (3000,) * 4), "contiguous"),
+    "drafts-paged": (Case(*BF16, 8, 2, (3000,) * 4, q_len=5), "paged-16"),
+    "window-sinks": (Case(*FP16, 8, 2, (3000,) * 4, window=300, sinks=True), "paged-53"),
+    "fp32": (Case(*FP32, 8, 2, (3000,) * 4), "sequence-first"),
+}
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["unplanned", "planned"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_graph_replays_with_other_lengths(name: str, planned: bool) -> None:
+    """The plan is cut again by the graph, or in place before it."""
+    case, layout = CAPTURED[name]
+    problem = arrange(case.build("cuda"), layout)
+    lens = _int32(STEPS[0])
+    plan = _plan(problem, lens, max_seqlen=3000) if planned else None
+    call = problem.with_options(**({"plan": plan, "seqlens": None} if planned else {"seqlens": lens}))
+    decode(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if plan is not None:
+            plan.update(lens)
+        result = decode(call)
+    for lengths in STEPS:
+        lens.copy_(_int32(lengths))
+        for x in result:
+            x.fill_(torch.nan)
+        graph.replay()
+        _assert_right(result, problem, lengths)
+        eager = decode(problem.with_options(seqlens=_int32(lengths)))
+        assert_same_bits(result[0], eager[0], "a graph and an eager call")
+
+
+def test_one_plan_for_layers_in_a_graph() -> None:
+    """A step's layers share the plan; their scratch is their own."""
+    problems = [Case(*BF16, 8, 2, (3000, 5, 700, 64), name=layer).build("cuda") for layer in ("one", "two", "three")]
+    lens = problems[0].options["seqlens"].clone()
+    plan = _plan(problems[0], lens)
+    wanted = [decode(problem) for problem in problems]
+    calls = [problem.with_options(seqlens=None, plan=plan) for problem in problems]
+    for call in calls:
+        decode(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [decode(call) for call in calls]
+    for _ in range(20):
+        graph.replay()
+        for result, right in zip(results, wanted, strict=True):
+            assert_same_bits(result[0], right[0])
+            assert_same_bits(result[1], right[1])
+
+
+def test_host_lengths_are_refused_while_a_graph_is_captured() -> None:
+    problem = Case(*BF16, 8, 2, (300, 5)).build("cuda")
+    decode(problem)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(ValueError, match=r"seqlens must be on cuda:0 while .* \[300, 5\]"):
+            decode(problem.with_options(seqlens=[300, 5]))
+        result = decode(problem.with_options(seqlens=7))
+    graph.replay()
+    _assert_right(result, problem, [7, 7])
+
+
+def test_streams_at_once() -> None:
+    """Calls on several streams, from several threads: each has its own bits every time."""
+    cases = (Case(*BF16, 32, 8, (5000, 700)), Case(*FP32, 8, 2, (2049, 0, 63), q_len=2), Case(*FP16, 6, 2, (9000,)))
+    problems = [case.build("cuda") for case in cases]
+    wanted = [decode(problem) for problem in problems]
+    torch.cuda.synchronize()
+    errors: list[str] = []
+
+    def work(problem: Problem, right: tuple[Tensor, Tensor]) -> None:
+        stream = torch.cuda.Stream()
+        try:
+            with torch.cuda.stream(stream):
+                results = [decode(problem) for _ in range(50)]
+            stream.synchronize()
+            for out, lse in results:
+                assert_same_bits(out, right[0])
+                assert_same_bits(lse, right[1])
+        except Exception as error:
+            errors.append(repr(error))
+
+    pairs = list(zip(problems, wanted, strict=True)) * 2
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_pages_that_do_not_exist_make_nan_of_their_rows_only(q_len: int) -> None:
+    problem = arrange(Case(*BF16, 8, 2, (300, 300, 290), q_len=q_len).build("cuda"), "paged-16")
+    wanted = decode(problem)
+    for page in (-1, problem.k.shape[0], 2**31 - 1, -(2**31)):
+        table = problem.options["page_table"].clone()
+        table[1, 7] = page
+        table[2, 19:] = page  # past its length
+        out, lse = decode(problem.with_options(page_table=table))
+        assert out[1].isnan().all() and lse[1].isnan().all()
+        for b in (0, 2):
+            assert_same_bits(out[b], wanted[0][b])
+            assert_same_bits(lse[b], wanted[1][b])
+
+
+def test_lengths_out_of_range_count_as_the_nearest() -> None:
+    problem = Case(*BF16, 8, 2, (300, 17, 200), spare=12).build("cuda")
+    wanted = decode(problem.with_options(seqlens=_int32([312, 0, 200])))
+    for dtype in (torch.int32, torch.int64):
+        lens = torch.tensor([2**31 - 1, -(2**31), 200], dtype=dtype, device="cuda")
+        plan = _plan(problem, lens, max_seqlen=312)
+        for call in ({"seqlens": lens}, {"seqlens": None, "plan": plan}):
+            out, lse = decode(problem.with_options(**call))
+            assert_same_bits(out, wanted[0])
+            assert_same_bits(lse, wanted[1])
+
+
+def test_offsets_of_queries_from_nowhere_write_nothing_outside() -> None:
+    problem = Case(*FP32, 4, 2, (70, 33, 9), q_len=(2, 1, 3)).build("cuda")
+    for offsets in ((0, 2**31 - 1, -5, 4), (-(2**31), 6, 5, 2**31 - 1), (7, 7, 7, 9)):
+        room = torch.full((3, *problem.q.shape), 7.0, device="cuda")
+        decode(problem.with_options(cu_q_lens=_int32(offsets), out=room[1]))
+        assert (room[0] == 7).all() and (room[2] == 7).all()
+
+
+def test_validation_refuses_what_is_otherwise_made_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "WANTED", True)
+    problem = arrange(Case(*BF16, 8, 2, (300, 17)).build("cuda"), "paged-16")
+    right = decode(problem)
+    _assert_right(right, problem, [300, 17])
+    with pytest.raises(ValueError, match=r"seqlens\[1\] = -4"):
+        decode(problem.with_options(seqlens=_int32([300, -4])))
+    table = problem.options["page_table"].clone()
+    table[0, 3] = 10**6
+    with pytest.raises(ValueError, match=r"page_table\[0, 3\] = 1000000"):
+        decode(problem.with_options(page_table=table))
+    packed = Case(*FP32, 4, 2, (70, 33), q_len=(2, 1)).build("cuda")
+    with pytest.raises(ValueError, match="cu_q_lens must not decrease"):
+        decode(packed.with_options(cu_q_lens=_int32([0, 3, 2])))
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    problem = Case(*BF16, 8, 2, (300, 17)).build("cuda")
+    plan = _plan(problem, [300, 17])
+    for lens in (_int32([300, 17]), [300, 18]):
+        with pytest.raises(ValueError, match=r"give plan alone|differ from the plan's"):
+            decode(problem.with_options(seqlens=lens, plan=plan))
+    decode(problem.with_options(seqlens=[300, 17], plan=plan))
+    with pytest.raises(ValueError, match="q_heads=8"):
+        decode_attention(problem.q[:, :4], problem.k, problem.v, plan=plan)
+    on_host = plan_decode([300, 17], q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="device=cpu, the call has cuda:0"):
+        decode(problem.with_options(seqlens=None, plan=on_host))
+    with pytest.raises(ValueError, match="float32"):
+        plan.update(torch.ones(2, device="cuda"))
+    assert "301" not in repr(plan) and plan.lengths == (300, 17)
+
+
+def test_a_plan_shows_its_splits_and_can_be_copied() -> None:
+    import copy
+
+    plan = plan_decode(_int32([70000, 0, 64]), q_heads=8, kv_heads=2, head_dim=64, dtype=torch.float16)
+    assert plan.seqlens.tolist() == [70000, 0, 64] and plan.lengths is None
+    splits = [plan.splits_of(b) for b in range(3)]
+    assert splits[1:] == [[], [(0, 64)]] and splits[0][0][0] == 0 and splits[0][-1][1] == 70000
+    assert plan.num_splits == sum(map(len, splits)) == len(splits[0]) + 1 > 10
+    twin = copy.deepcopy(plan)
+    plan.update([1, 2, 3])
+    assert [twin.splits_of(b) for b in range(3)] == splits and plan.splits_of(2) == [(0, 3)]
+
+
+def test_compiled_call_keeps_a_batch_invariant_plan() -> None:
+    problem = Case(*BF16, 8, 2, (9000, 129, 40)).build("cuda")
+    lens = problem.options["seqlens"]
+    plan = _plan(problem, lens, batch_invariant=True)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return decode_attention(q, k, v, plan=plan)
+
+    wanted = layer(problem.q, problem.k, problem.v)
+    assert not torch.equal(wanted, decode(problem)[0]), "another cut, other bits: else this test shows nothing"
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True)
+    assert_same_bits(compiled(problem.q, problem.k, problem.v), wanted)
+
+
+# Offsets past 2**31: a cache of 2**31 + x elements, of which a few are written
+
+
+def test_page_ids_past_2_31_elements() -> None:
+    problem = arrange(Case(*BF16, 8, 2, (300, 17), q_len=2).build("cuda"), "paged-16")
+    wanted = decode(problem)
+    pages, heads, size, dim = problem.k.shape
+    first = 2**31 // (heads * size * dim) + 3  # the first page stands past 2**31 elements
+    far = {}
+    for name, cache in (("k", problem.k), ("v", problem.v)):
+        room = torch.empty((first + pages, heads, size, dim), dtype=cache.dtype, device="cuda")
+        room[first:] = cache
+        far[name] = room
+    moved = replace(problem, k=far["k"], v=far["v"]).with_options(page_table=problem.options["page_table"] + first)
+    for result, right in zip(decode(moved), wanted, strict=True):
+        assert_same_bits(result, right)
+
+
+@pytest.mark.parametrize("axis", ["batch", "head", "key", "column"])
+def test_strides_past_2_31(axis: str) -> None:
+    """Two entries of one axis, or the last of many, lie more than 2**31 elements apart."""
+    problem = Case(*FP16, 4, 2, (65, 33), spare=0).build("cuda")
+    wanted = decode(problem)
+    shape = problem.k.shape
+    step = {"batch": 2**31 + 64, "head": 2**31 + 64, "key": 2**31 // 63, "column": 2**31 // 78}[axis]
+    place = ["batch", "head", "key", "column"].index(axis)
+    strides = list(problem.k.contiguous().stride())
+    if axis == "key":
+        strides = [80, 160, step, 1]
+    if axis == "column":
+        strides = [1, 2, 4, step]
+    strides[place] = step
+    span = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+    assert span > 2**31
+    far = [torch.empty(span, dtype=problem.k.dtype, device="cuda").as_strided(shape, strides) for _ in range(2)]
+    far[0].copy_(problem.k)
+    far[1].copy_(problem.v)
+    for result, right in zip(decode(problem.with_caches(*far)), wanted, strict=True):
+        assert_same_bits(result, right)
+
+
+def test_pieces_with_a_plan() -> None:
+    """A plan without a window serves pieces at any position."""
+    problem = Case(*BF16, 8, 2, (3000, 700)).build("cuda")
+    wanted = decode(problem)
+    lens = problem.options["seqlens"]
+    tail = lens - 512
+    piece = {"q_start": lens - 1}
+    first = partial_attention(problem.q, problem.k[:, :, :512], problem.v[:, :, :512], **piece)
+    plan = _plan(problem, tail)
+    rest = partial_attention(problem.q, problem.k[:, :, 512:], problem.v[:, :, 512:], plan=plan, kv_start=512, **piece)
+    merged = first.merge(rest)
+    assert (merged.finalize(torch.float32) - wanted[0].float()).abs().max() < 0.01
+    assert (merged.lse.view(wanted[1].shape) - wanted[1]).abs().max() < 1e-4
