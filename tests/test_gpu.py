@@ -109,7 +109,7 @@ def test_more_keys_than_a_gpu_takes_are_refused() -> None:
     signature = _signature(torch.float16)._replace(k=facts, v=facts)
     refusal = Refusal("decode_attention")
     lengths.device_spans(refusal, check_signature(signature), None, None, None, None, 0)
-    wanted = "seqlens must be given where the cache has more than 2147418112 keys a sequence, got 2147483648"
+    wanted = "a GPU takes at most 2147418112 keys a sequence in a batch of 1, got 2147483648; give seqlens"
     assert refusal.reasons == [wanted]
 
 

@@ -16,8 +16,11 @@ Lengths = int | Sequence[int] | torch.Tensor
 
 _INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
-LONGEST_ON_GPU = 2**31 - 2**16
-"""Keys of a sequence on a GPU: their numbers, and those of the tile after the last, are int32."""
+
+def longest_on_gpu(batch: int) -> int:
+    """Keys of a sequence on a GPU: key numbers are int32, and so is the number of all sequences' tiles, of 16 keys or
+    more."""
+    return min(2**31 - 2**16, (2**31 - 1) // max(1, batch) * 16)
 
 
 class Spans(NamedTuple):
@@ -114,10 +117,10 @@ def device_spans(
     cu_q_lens: torch.Tensor | None, q_start: Lengths | None, kv_start: Lengths,
 ) -> DeviceSpans:  # fmt: skip
     """What the kernels are told of each sequence, without a look at it."""
-    device, most = checked.signature.q.device, min(checked.capacity, LONGEST_ON_GPU)
-    whole = "seqlens must be given where the cache has more than"
+    device, most = checked.signature.q.device, min(checked.capacity, longest_on_gpu(checked.batch))
     if not checked.signature.has_lengths:
-        refusal.unless(checked.capacity <= most, f"{whole} {LONGEST_ON_GPU} keys a sequence, got {checked.capacity}")
+        whole = f"a GPU takes at most {most} keys a sequence in a batch of {checked.batch}"
+        refusal.unless(checked.capacity <= most, f"{whole}, got {checked.capacity}; give seqlens")
 
     def place(name: str, lengths: Lengths | None, most: int | None) -> torch.Tensor | None:
         return device_lengths(refusal, lengths, checked.batch, most, device, name)

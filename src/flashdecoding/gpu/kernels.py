@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashdecoding.gpu.planning import LAST, OFFSETS, PARTS, RECORD
+from flashdecoding.gpu.planning import OFFSETS, PARTS, RECORD
 from flashdecoding.gpu.steps import (
     INFINITY,
     LOG2_E,
@@ -52,16 +52,15 @@ def scaled(o, factor):
 
 
 @triton.jit
-def visible_range(position, row_ok, kv_begin, kv_end, kv_start, blocks, window, CAUSAL: tl.constexpr):
-    """[low, high) of the keys that each row may see by length, causal and window."""
-    low = tl.zeros_like(position) + kv_begin
-    high = tl.zeros_like(position) + kv_end
+def visible_range(position, kv_begin, kv_end, kv_start, blocks, window, CAUSAL: tl.constexpr):
+    """[low, high) of the keys that may be seen from a position, by length, causal and window."""
+    low = position * 0 + kv_begin
+    high = position * 0 + kv_end
     if CAUSAL:
         high = tl.minimum(high, keys_up_to(position, kv_start, blocks))
     if window is not None:
         low = tl.maximum(low, keys_up_to(position - window, kv_start, blocks))
-    high = tl.where(row_ok, high, 0).to(tl.int32)  # at most kv_end
-    return tl.minimum(low, kv_end).to(tl.int32), high
+    return tl.minimum(low, kv_end).to(tl.int32), high.to(tl.int32)  # high is at most kv_end
 
 
 @triton.jit
@@ -95,8 +94,8 @@ def split_kernel(
     scores, cap, window, blocks, kv_heads, max_rows, tokens, capacity, q_len,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E0: tl.constexpr, E1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
-    STAGES: tl.constexpr, LEVELS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
+    CAUSAL: tl.constexpr, DIFFER: tl.constexpr, WIDE: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr,
+    SHIFT: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stage 1: a worker's splits, one after the other."""
     head = tl.program_id(0) % kv_heads
@@ -104,12 +103,12 @@ def split_kernel(
     first = tl.load(worker)
     if PDL:
         gdc_launch_dependents()  # stage 2 may take its place; it waits for the end of this
-    for item in range(first, tl.load(worker + LAST)):
+    for item in range(first, tl.load(worker + RECORD)):
         record = tl.where(item == first, worker + 1, cut.items_ptr + item * RECORD)
         attend(
             record, head, q, k, v, out, results, parts, places, pages, mask, slopes, sinks_ptr, scores, cap, window,
             blocks, kv_heads, max_rows, tokens, capacity, q_len, GROUP, D, DV, D0, D1, E0, E1, BLOCK_M, BLOCK_N,
-            PAGE_SIZE, CAUSAL, DIFFER, TREE, LATENT, SHIFT, STAGES, LEVELS, SUM,
+            PAGE_SIZE, CAUSAL, DIFFER, WIDE, TREE, LATENT, SHIFT, STAGES, LEVELS, SUM,
         )  # fmt: skip
 
 
@@ -119,11 +118,11 @@ def attend(
     scores, cap, window, blocks, kv_heads, max_rows, tokens, capacity, q_len,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E0: tl.constexpr, E1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
-    STAGES: tl.constexpr, LEVELS: tl.constexpr, SUM: tl.constexpr,
+    CAUSAL: tl.constexpr, DIFFER: tl.constexpr, WIDE: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr,
+    SHIFT: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """One split, one kv head, one row block. DIFFER: rows may see different keys of a tile. LATENT: v is the first
-    columns of k.
+    """One split, one kv head, one row block. DIFFER: rows may see different keys of a tile. WIDE: offsets within a
+    sequence, or within a page, may not be int32. LATENT: v is the first columns of k.
     """
     seq, begin, end = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
     splits, part = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
@@ -139,9 +138,15 @@ def attend(
     q_head = head * GROUP + g
     q_start = position_of(places.q_start_ptr, seq, kv_start + kv_end - queries)
     position = q_start + i
-    low, high = visible_range(position, row_ok, kv_begin, kv_end, kv_start, blocks, window, CAUSAL)
-    end = tl.minimum(end, tl.max(tl.where(low < high, high, 0), 0))
-    begin = tl.minimum(tl.maximum(begin, tl.min(tl.where(low < high, low, 2147483647), 0)), end)
+    if DIFFER:
+        low, high = visible_range(position, kv_begin, kv_end, kv_start, blocks, window, CAUSAL)
+        high = tl.where(row_ok, high, 0)
+        end = tl.minimum(end, tl.max(tl.where(low < high, high, 0), 0))
+        begin = tl.minimum(tl.maximum(begin, tl.min(tl.where(low < high, low, 2147483647), 0)), end)
+    else:  # one query
+        low, high = visible_range(q_start, kv_begin, kv_end, kv_start, blocks, window, CAUSAL)
+        end = tl.where(queries > 0, tl.minimum(end, high), 0)
+        begin = tl.minimum(tl.maximum(begin, low), end)
 
     token = (q_first + i).to(tl.int64)
     q_rows = seq.to(tl.int64) * q.stride_b + token * q.stride_s + q_head.to(tl.int64) * q.stride_h
@@ -150,7 +155,7 @@ def attend(
         q1 = (load_block(q.ptr, q_rows, row_ok, q.stride_d, D0, D, D1) * scores.sign).to(q.ptr.dtype.element_ty)
     if slopes is not None:
         slope = tl.load(slopes.ptr + seq * slopes.stride_b + q_head, mask=row_ok, other=0.0).to(SUM)
-        last = tl.maximum(tl.minimum(high, end) - 1, begin)
+        last = tl.maximum(tl.minimum(high, end) - 1, begin) + i * 0
         anchor = tl.abs(position - key_position(last, kv_start, blocks))
 
     k_base = k.ptr + head.to(tl.int64) * k.stride_h
@@ -161,6 +166,7 @@ def attend(
     else:
         k_base += seq.to(tl.int64) * k.stride_b
         v_base += seq.to(tl.int64) * v.stride_b
+    lane = tl.arange(0, BLOCK_N)
     m = tl.full([BLOCK_M], -INFINITY, SUM)
     l = tl.zeros([BLOCK_M, BLOCK_N], SUM)
     o0 = tl.zeros([BLOCK_M, E0], SUM)
@@ -169,13 +175,13 @@ def attend(
     else:
         o1 = o0
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        key = start + tl.arange(0, BLOCK_N)
+        key = start + lane
         inside = key < end
         if DIFFER:
             sees = seen_by(seq, q_head, i, key, low, high, kv_start, q_start, queries, blocks, mask, TREE)
             inside = inside & (tl.max(sees.to(tl.int32), 0) != 0)
         page, slot, exists = locate(pages, page_row, key, inside, PAGE_SIZE)
-        rows = cache_rows(k, pages, page, slot)
+        rows = cache_rows(k, pages, page, slot, WIDE)
         k0 = load_block(k_base, rows, exists, k.stride_d, 0, D, D0)
         s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
         if D1:
@@ -199,7 +205,7 @@ def attend(
             v0 = k0
             v_rows = rows
         else:
-            v_rows = cache_rows(v, pages, page, slot)
+            v_rows = cache_rows(v, pages, page, slot, WIDE)
             v0 = load_block(v_base, v_rows, exists, v.stride_d, 0, DV, E0)
         o0 = weigh(o0, shrink, p, v0, seen, DIFFER)
         if E1:
@@ -209,9 +215,10 @@ def attend(
     if pages is not None:  # noqa: SIM102 - one is for the compiler, the other for the GPU
         if lacks_pages(pages, page_row, begin, end, PAGE_SIZE, BLOCK_N):
             for start in range(begin, end, BLOCK_N):
-                key = start + tl.arange(0, BLOCK_N)
-                sees = seen_by(seq, q_head, i, key, low, high, kv_start, q_start, queries, blocks, mask, TREE)
-                sees = sees & (key < end)[None, :]
+                key = start + lane
+                sees = (key < end)[None, :] & row_ok[:, None]
+                if DIFFER:
+                    sees &= seen_by(seq, q_head, i, key, low, high, kv_start, q_start, queries, blocks, mask, TREE)
                 page, _, _ = locate(pages, page_row, key, key < end, PAGE_SIZE)
                 lost = sees & ((page < 0) | (page >= pages.pages))[None, :]
                 m = tl.where(tl.max(lost.to(tl.int32), 1) != 0, float("nan"), m)
@@ -220,7 +227,10 @@ def attend(
     if slopes is not None:
         m -= slope * anchor.to(SUM)
     numerator = 2.0**-SHIFT  # l and o carry 2**SHIFT
-    l = ordered_sum(l, BLOCK_M, BLOCK_N, LEVELS) * numerator
+    if DIFFER or slopes is not None or tl.float64 == SUM:
+        l = ordered_sum(l, BLOCK_M, BLOCK_N, LEVELS) * numerator
+    else:  # the scores' layout is that of the product: nothing else chooses it
+        l = tl.sum(l, 1) * numerator
     m = tl.where(l == 0.0, -INFINITY, m)
     if splits == 1:
         if sinks_ptr is None:

@@ -13,7 +13,7 @@ from flashdecoding.gpu.arguments import Mask, Parts, Places, Results, Scores, Sl
 from flashdecoding.gpu.kernels import merge_kernel, split_kernel
 from flashdecoding.gpu.plans import DeviceCut, DevicePlan, cut_on_device, on
 from flashdecoding.gpu.shapes import Shape, launch_shape
-from flashdecoding.lengths import LONGEST_ON_GPU, DeviceSpans
+from flashdecoding.lengths import DeviceSpans, longest_on_gpu
 from flashdecoding.plan import DecodeProblem
 from flashdecoding.state import AttentionState
 
@@ -66,7 +66,7 @@ def _cut(call: Call) -> DeviceCut:
     c, spans, q = call.checked, cast(DeviceSpans, call.spans), call.q
     # A window cuts nothing off a piece of the sequence beforehand: only the kernel knows positions.
     problem = DecodeProblem(*c.problem)._replace(window=None if call.positioned else c.window)
-    longest = min(c.capacity, LONGEST_ON_GPU)
+    longest = min(c.capacity, longest_on_gpu(c.batch))
     cut = DeviceCut.empty(c.batch, launch_shape(problem, longest, False, q.device), q.device)
     cut_on_device(cut, problem, spans, longest, q.shape[2])
     return cut
@@ -94,9 +94,10 @@ def _launch(call: Call, cut: DeviceCut, out: torch.Tensor, results: Results) -> 
             q=View.of(q, packed=c.ragged), k=View.of(call.k), v=View.of(call.v), pages=pages_of(call),
             mask=Mask.of(call.mask), slopes=Slopes.of(call.alibi_slopes), blocks=blocks_of(call),
             scores=_scores(c, call.alibi_slopes is not None), cap=c.softcap, window=c.window,
-            capacity=min(c.capacity, LONGEST_ON_GPU), D=c.head_dim, D0=shape.d[0], D1=shape.d[1],
+            capacity=min(c.capacity, longest_on_gpu(c.batch)), D=c.head_dim, D0=shape.d[0], D1=shape.d[1],
             E0=shape.e[0], E1=shape.e[1], BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, PAGE_SIZE=c.page_size,
-            CAUSAL=c.causal, DIFFER=c.q_len > 1 or call.mask is not None, TREE=c.mask_is_tree,
+            CAUSAL=c.causal and (c.q_len > 1 or call.positioned), DIFFER=c.q_len > 1 or call.mask is not None,
+            WIDE=_wide(call.k) or _wide(call.v), TREE=c.mask_is_tree,
             LATENT=_latent(call, shape), SHIFT=10 if c.dtype == torch.float16 else 0,
             STAGES=shape.stages if call.page_table is None else 2 * shape.stages - 1,  # pages are loaded ahead of keys
             LEVELS=shape.block_n.bit_length() - 1, SUM=tl.float64 if wide else tl.float32, PDL=pdl, num_warps=WARPS,
@@ -109,7 +110,7 @@ def _launch(call: Call, cut: DeviceCut, out: torch.Tensor, results: Results) -> 
         BLOCK_S=MERGED_SPLITS,
         BLOCKS=blocks,
         PDL=pdl,
-        num_warps=WARPS,
+        num_warps=1,
         **shared,
         **({"launch_pdl": True} if pdl else {}),
     )
@@ -121,6 +122,12 @@ def _scores(c: Checked, alibi: bool) -> Scores:
         return Scores(1.0, 0.0, 1.0)
     size = abs(c.scale)
     return Scores(1.0 if alibi or c.softcap is not None else size, math.copysign(1.0, c.scale), size)
+
+
+def _wide(cache: torch.Tensor) -> bool:
+    """Whether an offset among the tokens of one sequence or page may pass 2**31."""
+    tokens, columns = cache.shape[2:]
+    return tokens * abs(cache.stride(2)) + columns * abs(cache.stride(3)) >= 2**31
 
 
 def _latent(call: Call, shape: Shape) -> bool:

@@ -6,10 +6,10 @@ ends within a sequence, the sequence is cut. For a batch-invariant plan a sequen
 the splits that begin in their stretch.
 
 A plan is int32 memory: the *table*, with a column for each sequence and one more, of SEQLENS, FIRST (the first key that
-a query may see), OFFSETS (a sequence's splits, as `SplitPlan` has them) and PARTS; an *item* for each split: sequence,
-first key, one past the last, length of the sequence, its splits, and the place of this one's state among the parts that
-stage 2 merges; and for each *worker* its first item, a copy of that, and one past its last item, so that one load gives
-it all it needs to begin.
+a query may see), BEGIN (its first tile in that row of all tiles), OFFSETS (its splits, as `SplitPlan` has them) and
+PARTS; an *item* for each split: sequence, first key, one past the last, length of the sequence, its splits, and the
+place of this one's state among the parts that stage 2 merges; and for each *worker* its first item and a copy of that,
+so that one load gives it all it needs to begin. It ends where the next worker begins.
 """
 
 # mypy: ignore-errors
@@ -21,10 +21,9 @@ import triton.language as tl
 
 from flashdecoding.gpu.steps import clamped, queries_of
 
-RECORD = tl.constexpr(8)  # numbers of an item (six are used) and of a worker: one sector of memory
-LAST = tl.constexpr(7)  # of a worker's record: one past its last item
-SEQLENS, FIRST, OFFSETS, PARTS = (tl.constexpr(row) for row in range(4))
-TABLE_ROWS = 4
+RECORD = tl.constexpr(8)  # numbers of an item (six are used) and of a worker (seven): one sector of memory
+SEQLENS, FIRST, BEGIN, OFFSETS, PARTS = (tl.constexpr(row) for row in range(5))
+TABLE_ROWS = 5
 
 
 @triton.jit(
@@ -32,58 +31,58 @@ TABLE_ROWS = 4
 )
 def plan_kernel(
     seqlens_ptr, kv_begin_ptr, q_offsets_ptr, cut, batch, capacity, q_len, tokens, window, workers, least_tiles,
-    most_splits, TILE: tl.constexpr, LANES: tl.constexpr, INVARIANT: tl.constexpr,
+    most_splits, TILE: tl.constexpr, LANES: tl.constexpr, WORKERS: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """One program cuts the batch. A worker's stretch, or with INVARIANT a split, has at least ``least_tiles`` tiles;
-    with INVARIANT a sequence has at most ``most_splits`` splits.
+    """One program cuts the batch, LANES sequences or WORKERS workers at once. A worker's stretch, or with INVARIANT a
+    split, has at least ``least_tiles`` tiles; with INVARIANT a sequence has at most ``most_splits`` splits.
     """
     lanes = tl.arange(0, LANES)
-    total = tl.zeros([], tl.int64)
+    total = 0
     for start in range(0, batch, LANES):
         b = start + lanes
         ok = b < batch
         first, end = reach(seqlens_ptr, kv_begin_ptr, q_offsets_ptr, b, ok, capacity, q_len, tokens, window)
         tl.store(cut.table_ptr + SEQLENS * cut.pitch + b, end, mask=ok)
         tl.store(cut.table_ptr + FIRST * cut.pitch + b, first, mask=ok)
-        total += tl.sum(tl.where(ok, pieces(end - first, TILE), 0).to(tl.int64), 0)
+        total += tl.sum(tl.where(ok, pieces(end - first, TILE), 0), 0)
     tl.debug_barrier()
-    if INVARIANT:
-        share = tl.maximum(pieces(total, workers), 1)
-    else:
-        share = tl.maximum(pieces(total, workers), least_tiles)
-    tile = tl.zeros([], tl.int64)
-    items = 0
-    parts = 0
+    share = tl.maximum(pieces(total, workers), 1)
+    if not INVARIANT:
+        share = tl.maximum(share, least_tiles)
+    tile, items, parts = 0, 0, 0
     for start in range(0, batch, LANES):
         b = start + lanes
         ok = b < batch
         end = tl.load(cut.table_ptr + SEQLENS * cut.pitch + b, mask=ok, other=0)
         first = tl.load(cut.table_ptr + FIRST * cut.pitch + b, mask=ok, other=0)
-        tiles = pieces(end - first, TILE).to(tl.int64)
+        tiles = pieces(end - first, TILE)
         begin = tile + tl.cumsum(tiles, 0) - tiles
         if INVARIANT:
             size = tl.maximum(pieces(tiles, most_splits), least_tiles)
-            short = tl.zeros_like(size)
+            splits = pieces(tiles, size)
         else:
-            size = tl.zeros_like(tiles) + share
-            short = begin % share  # what the first split lacks of a stretch
-        splits = pieces(tiles + tl.where(tiles > 0, short, 0), size).to(tl.int32)
+            splits = tl.where(tiles > 0, (begin + tiles - 1) // share - begin // share + 1, 0)
         merged = tl.where(splits > 1, splits, 0)
         offset = items + tl.cumsum(splits, 0) - splits
         part = parts + tl.cumsum(merged, 0) - merged
+        tl.store(cut.table_ptr + BEGIN * cut.pitch + b, begin, mask=ok)
         tl.store(cut.table_ptr + OFFSETS * cut.pitch + b, offset, mask=ok)
         tl.store(cut.table_ptr + PARTS * cut.pitch + b, part, mask=ok)
-        write_items(cut, b, first, end, size * TILE, short * TILE, splits, offset, part)
-        write_starts(cut, begin, tiles, share, size, short, offset)
+        if INVARIANT:
+            write_items(cut, b, first, end, size * TILE, splits, offset, part)
+        else:
+            past = first + keys_of(share - begin % share, end - first, TILE)  # the border
+            store_item(cut.items_ptr + offset * RECORD, b, first, past, end, splits, part, splits > 0)
         tile += tl.sum(tiles, 0)
         items += tl.sum(splits, 0)
         parts += tl.sum(merged, 0)
     tl.store(cut.table_ptr + OFFSETS * cut.pitch + batch, items)
-    for start in range(pieces(total, share).to(tl.int32), workers + 1, LANES):
-        tl.store(cut.workers_ptr + (start + lanes) * RECORD, items, mask=start + lanes <= workers)
     tl.debug_barrier()
-    for start in range(0, workers, LANES):
-        copy_first_items(cut, start + lanes, start + lanes < workers)
+    for start in range(0, workers + 1, WORKERS):
+        worker = start + tl.arange(0, WORKERS)
+        write_workers(
+            cut, worker, worker <= workers, batch, total, share, items, least_tiles, most_splits, TILE, INVARIANT
+        )
 
 
 @triton.jit
@@ -109,42 +108,71 @@ def pieces(x, size):
 
 
 @triton.jit
-def write_items(cut, b, first, end, size, short, splits, offset, part):
-    """The items of each lane's sequence, 16 at once; the first split has ``short`` keys less than ``size``."""
+def keys_of(tiles, most, TILE: tl.constexpr):
+    """Keys of some tiles, at most as many as there are."""
+    return tl.minimum(tiles.to(tl.int64) * TILE, most).to(tl.int32)
+
+
+@triton.jit
+def store_item(at, b, begin, past, end, splits, part, ok):
+    tl.store(at, b, mask=ok)
+    tl.store(at + 1, begin, mask=ok)
+    tl.store(at + 2, past, mask=ok)
+    tl.store(at + 3, end, mask=ok)
+    tl.store(at + 4, splits, mask=ok)
+    tl.store(at + 5, part, mask=ok)
+
+
+@triton.jit
+def write_items(cut, b, first, end, size, splits, offset, part):
+    """All items of each lane's sequence, 16 at once."""
     for start in range(0, tl.max(splits, 0), 16):
         number = start + tl.arange(0, 16)[None, :]
-        here = number < splits[:, None]
         at = cut.items_ptr + (offset[:, None] + number) * RECORD
-        key = number * size[:, None] - short[:, None]
-        past = tl.minimum(first[:, None] + key + size[:, None], end[:, None])
-        tl.store(at, b[:, None] + number * 0, mask=here)
-        tl.store(at + 1, (first[:, None] + tl.maximum(key, 0)).to(tl.int32), mask=here)
-        tl.store(at + 2, past.to(tl.int32), mask=here)
-        tl.store(at + 3, end[:, None] + number * 0, mask=here)
-        tl.store(at + 4, splits[:, None] + number * 0, mask=here)
-        tl.store(at + 5, part[:, None] + number, mask=here)
+        begin = first[:, None] + number * size[:, None]
+        past = begin + tl.minimum(end[:, None] - begin, size[:, None])
+        same = number * 0  # one number for all of a sequence
+        store_item(
+            at, b[:, None] + same, begin, past, end[:, None] + same, splits[:, None] + same, part[:, None] + number,
+            number < splits[:, None],
+        )  # fmt: skip
 
 
 @triton.jit
-def write_starts(cut, begin, tiles, share, size, short, offset):
-    """First items of the workers whose stretches begin in each lane's sequence, 16 at once."""
-    worker = pieces(begin, share)
-    count = (pieces(begin + tiles, share) - worker).to(tl.int32)
-    for start in range(0, tl.max(count, 0), 16):
-        number = start + tl.arange(0, 16)[None, :]
-        past = (worker[:, None] + number) * share - begin[:, None]  # tiles of the sequence before the stretch
-        item = offset[:, None] + pieces(past + short[:, None], size[:, None]).to(tl.int32)
-        at = cut.workers_ptr + (worker[:, None] + number) * RECORD
-        tl.store(at, item, mask=number < count[:, None])
-
-
-@triton.jit
-def copy_first_items(cut, worker, ok):
-    """Each worker's first item into its record, and where the next worker begins."""
-    at = cut.workers_ptr + worker * RECORD
-    first = tl.load(at, mask=ok, other=0)
-    past = tl.load(at + RECORD, mask=ok, other=0)
-    for field in tl.static_range(6):
-        number = tl.load(cut.items_ptr + first * RECORD + field, mask=ok & (first < past), other=0)
-        tl.store(at + 1 + field, number, mask=ok)
-    tl.store(at + LAST, past, mask=ok)
+def write_workers(
+    cut, worker, ok, batch, total, share, items, least_tiles, most_splits, TILE: tl.constexpr, INVARIANT: tl.constexpr
+):
+    """The workers' records, and by default the items that begin where a stretch does, within a sequence."""
+    border = worker.to(tl.int64) * share
+    ok_here = ok & (border < total)
+    border = tl.minimum(border, total).to(tl.int32)
+    low = tl.zeros_like(worker)
+    high = low + batch
+    while tl.max(high - low, 0) > 1:  # the last sequence that begins at the border or before
+        middle = (low + high) // 2
+        after = tl.load(cut.table_ptr + BEGIN * cut.pitch + middle, mask=ok_here, other=0) > border
+        high = tl.where(after, middle, high)
+        low = tl.where(after, low, middle)
+    at = cut.table_ptr + low
+    first = tl.load(at + FIRST * cut.pitch, mask=ok_here, other=0)
+    end = tl.load(at + SEQLENS * cut.pitch, mask=ok_here, other=0)
+    begin = tl.load(at + BEGIN * cut.pitch, mask=ok_here, other=0)
+    offset = tl.load(at + OFFSETS * cut.pitch, mask=ok_here, other=0)
+    tiles = pieces(end - first, TILE)
+    record = cut.workers_ptr + worker * RECORD
+    if INVARIANT:
+        item = offset + pieces(border - begin, tl.maximum(pieces(tiles, most_splits), least_tiles))
+        item = tl.where(ok_here, item, items)
+        some = ok_here & (item < items)
+        for field in tl.static_range(6):
+            tl.store(record + 1 + field, tl.load(cut.items_ptr + item * RECORD + field, mask=some, other=0), mask=some)
+    else:
+        splits = tl.load(at + 1 + OFFSETS * cut.pitch, mask=ok_here, other=0) - offset
+        number = worker - begin // share
+        part = tl.load(at + PARTS * cut.pitch, mask=ok_here, other=0) + number
+        item = tl.where(ok_here, offset + number, items)
+        key = first + (border - begin) * TILE
+        past = key + keys_of(share, end - key, TILE)
+        store_item(record + 1, low, key, past, end, splits, part, ok_here)
+        store_item(cut.items_ptr + item * RECORD, low, key, past, end, splits, part, ok_here & (number > 0))
+    tl.store(record, item, mask=ok)

@@ -11,7 +11,7 @@ import triton
 from flashdecoding.gpu.arguments import Cut
 from flashdecoding.gpu.planning import RECORD, TABLE_ROWS, plan_kernel
 from flashdecoding.gpu.shapes import Shape, launch_shape
-from flashdecoding.lengths import LONGEST_ON_GPU, DeviceSpans, Lengths, device_lengths, read_lengths
+from flashdecoding.lengths import DeviceSpans, Lengths, device_lengths, longest_on_gpu, read_lengths
 from flashdecoding.plan import DecodeProblem, SplitPlan
 from flashdecoding.refusal import Refusal
 
@@ -57,7 +57,8 @@ def cut_on_device(cut: DeviceCut, problem: DecodeProblem, spans: DeviceSpans, lo
         plan_kernel[(1,)](
             spans.seqlens, spans.kv_begin, spans.q_offsets, cut.argument(), problem.batch, longest, problem.q_len,
             tokens, problem.window, shape.workers, shape.least_tiles, shape.most_splits,
-            TILE=shape.block_n, LANES=lanes, INVARIANT=shape.invariant, num_warps=1 if lanes <= 64 else 4,
+            TILE=shape.block_n, LANES=lanes, WORKERS=min(512, triton.next_power_of_2(shape.workers + 1)),
+            INVARIANT=shape.invariant, num_warps=4,
         )  # fmt: skip
 
 
@@ -72,7 +73,7 @@ class DevicePlan(SplitPlan):
         self.where = cut.memory.device
         self.lengths = None
         self.cut = cut
-        self.seqlens, self.split_offsets = cut.table[0, : problem.batch], cut.table[2, : problem.batch + 1]
+        self.seqlens, self.split_offsets = cut.table[0, : problem.batch], cut.table[3, : problem.batch + 1]
 
     def update(self, seqlens: Lengths) -> None:
         batch, refusal = self.problem.batch, Refusal("SplitPlan.update")
@@ -113,7 +114,9 @@ def plan_on_device(
     """A plan in memory of its own, cut for ``seqlens``."""
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
-    longest = min(LONGEST_ON_GPU, max_seqlen if max_seqlen is not None else LONGEST_ON_GPU)
+    longest = longest_on_gpu(problem.batch)
+    if max_seqlen is not None:
+        longest = min(longest, max_seqlen)
     shape = launch_shape(problem, longest, batch_invariant, device)
     plan = DevicePlan(problem, DeviceCut.empty(problem.batch, shape, device), longest)
     plan.cut.memory.zero_()

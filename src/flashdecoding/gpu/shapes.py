@@ -43,7 +43,8 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
     if problem.dtype == torch.float32:  # a tile's float32 products are summed one by one, tiles in float64
         block_n, stages = 16, 2
     else:
-        block_n, stages = (64, 3) if problem.head_dim <= 128 else (32, 2)
+        block_n = 64 if problem.head_dim <= 128 else 32
+        stages = 3 if problem.head_dim <= 256 else 2
     name, multiprocessors, dependent = _device(device)
     model = DeviceModel(name, tile=block_n, least_split=1024, most_units=512)
     workers = max(1, WAVES * multiprocessors // (problem.kv_heads * row_blocks))

@@ -80,21 +80,24 @@ def locate(pages, page_row, key, inside, PAGE_SIZE: tl.constexpr):
     """Page and slot of keys, and which of them may be loaded: no page that does not exist is."""
     if pages is None:
         page = key
-        slot = key.to(tl.int64)
+        slot = key
         exists = inside
     else:
         page = tl.load(page_row + (key // PAGE_SIZE).to(tl.int64) * pages.stride_p, mask=inside, other=0)
-        slot = (key % PAGE_SIZE).to(tl.int64)
+        slot = key % PAGE_SIZE
         exists = inside & (page >= 0) & (page < pages.pages)
-    return page.to(tl.int64), slot, exists
+    return page, slot, exists
 
 
 @triton.jit
-def cache_rows(cache, pages, page, slot):
-    """Offsets of keys' rows in a cache: with :func:`locate`, all that knows about pages."""
-    rows = slot * cache.stride_s
+def cache_rows(cache, pages, page, slot, WIDE: tl.constexpr):
+    """Offsets of keys' rows in a cache, in 64 bits if WIDE: with :func:`locate`, all that knows about pages."""
+    if WIDE:
+        rows = slot.to(tl.int64) * cache.stride_s
+    else:
+        rows = slot * cache.stride_s
     if pages is not None:
-        rows += page * cache.stride_b
+        rows += page.to(tl.int64) * cache.stride_b
     return rows
 
 
@@ -102,16 +105,20 @@ def cache_rows(cache, pages, page, slot):
 def load_block(base, rows, ok, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """A block of COLUMNS columns from column FIRST of rows; 0 where a row is not ``ok`` or has no such column."""
     column = FIRST + tl.arange(0, COLUMNS)
-    inside = ok[:, None] & (column < WIDTH)[None, :]
-    return tl.load(base + rows[:, None] + column.to(tl.int64)[None, :] * stride_d, mask=inside, other=0.0)
+    inside = ok[:, None]
+    if FIRST + COLUMNS > WIDTH:
+        inside = inside & (column < WIDTH)[None, :]
+    return tl.load(base + rows[:, None] + column.to(rows.dtype)[None, :] * stride_d, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_block(base, rows, ok, x, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """The counterpart of :func:`load_block`."""
     column = FIRST + tl.arange(0, COLUMNS)
-    inside = ok[:, None] & (column < WIDTH)[None, :]
-    at = base + rows[:, None] + column.to(tl.int64)[None, :] * stride_d
+    inside = ok[:, None]
+    if FIRST + COLUMNS > WIDTH:
+        inside = inside & (column < WIDTH)[None, :]
+    at = base + rows[:, None] + column.to(rows.dtype)[None, :] * stride_d
     tl.store(at, x.to(base.dtype.element_ty), mask=inside)
 
 
@@ -157,8 +164,10 @@ def weigh(o, shrink, p, v, seen, DIFFER: tl.constexpr):
             o = tl.where(count > 0, float("nan"), o)
     if o.dtype == tl.float32:
         o = tl.dot(p, v, o, input_precision="ieee")
-    else:
-        o += tl.dot(p, v, input_precision="ieee").to(o.dtype)
+    else:  # float32 products are added one by one: half a tile of them keeps the bound
+        early = (tl.arange(0, p.shape[1]) < p.shape[1] // 2)[None, :]
+        o += tl.dot(tl.where(early, p, 0.0), v, input_precision="ieee").to(o.dtype)
+        o += tl.dot(tl.where(early, 0.0, p), v, input_precision="ieee").to(o.dtype)
     return o
 
 
