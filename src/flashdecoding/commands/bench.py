@@ -6,10 +6,11 @@ from pathlib import Path
 from rich.console import Console
 
 from flashdecoding.commands.inputs import BadInput
-from flashdecoding.testing.bench import GRID, Row, Settings
+from flashdecoding.testing.bench import GRID, Settings
 from flashdecoding.testing.bench import run as run_benchmark
 from flashdecoding.testing.bench_tables import markdown, print_report, to_json
 from flashdecoding.testing.peers import PEERS, Contender
+from flashdecoding.testing.rows import Row
 from flashdecoding.testing.timing import memory_bytes, usable_cores
 
 
