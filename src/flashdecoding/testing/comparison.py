@@ -35,6 +35,11 @@ def failure(error: Exception) -> str:
     return f"it failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
+def is_fault(reason: str) -> bool:
+    """Whether a contender is left out for what it did, and not because it is absent or made for other rows."""
+    return "it failed" in reason or "its result is wrong" in reason
+
+
 def is_ours(name: str) -> bool:
     return name.startswith(OUR_NAME)
 

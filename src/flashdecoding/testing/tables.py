@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from flashdecoding.testing.comparison import Comparison
+from flashdecoding.testing.comparison import Comparison, is_fault
 
 
 class Column(Protocol):
@@ -40,7 +40,7 @@ def who_is_who(contenders: Sequence[Column], rows: Sequence[Comparison]) -> list
     reasons: dict[str, list[str]] = {}
     for m in rows:
         for name, reason in m.missing.items():
-            if "wrong" in reason or "failed" in reason:
+            if is_fault(reason):
                 reasons.setdefault(f"{name}: {reason}", []).append(m.row_name)
     for contender in contenders:
         if contender not in shown and rows:
