@@ -222,7 +222,7 @@ def bench(
         str,
         typer.Option(
             help="all, none, or names with commas: sdpa, sdpa-packed, flex, llama.cpp; on a GPU sdpa-fa2, sdpa-cudnn, "
-            "flex, fa3, fa3-plan, flashinfer."
+            "flex, fa3, fa3-vllm, flashinfer."
         ),
     ] = "all",
     threads: Annotated[int | None, typer.Option(min=1, help="On the CPU; by default as torch has it.")] = None,

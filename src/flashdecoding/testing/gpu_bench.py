@@ -6,13 +6,13 @@ how everything is measured.
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from flashdecoding.testing.compare import assert_same_bits
-from flashdecoding.testing.comparison import Comparison, check_against_ours, failure, is_ours
+from flashdecoding.testing.comparison import Comparison, NotTakingPart, check_against_ours, failure, is_ours
 from flashdecoding.testing.gpu_inputs import Inputs, build, calls_in_graph, copies_needed, references
 from flashdecoding.testing.gpu_peers import OURS, VARIANTS, GpuContender, Prepared
 from flashdecoding.testing.gpu_rows import HOST_ROW, GpuRow
@@ -83,19 +83,17 @@ def run(
     ``progress`` is told what comes next; ``after`` gets the report and the name of the row, or part, that was done. A
     row in which our own result is wrong, or our call raises, is not timed, and the run goes on.
     """
-    contenders = [OURS, *VARIANTS, *peers]
     with torch.no_grad():
         progress("read ceiling")
-        report = GpuReport(describe_gpu(device), settings, contenders, measure_ceiling(device, settings.rounds))
+        ceiling = measure_ceiling(device, settings.rounds)
+        report = GpuReport(describe_gpu(device), settings, [OURS, *VARIANTS, *peers], ceiling)
         after(report, "read ceiling")
-        for contender in peers:
-            if contender.build is not None:
-                progress(f"{contender.label} compiles")
-                _build(contender, [*rows, HOST_ROW])
+        progress("peers compile")
+        report.contenders = [_built(contender, [*rows, HOST_ROW]) for contender in report.contenders]
         for number, row in enumerate(rows, 1):
             progress(f"{number} of {len(rows)}: {row.name}")
             try:
-                report.measurements.append(measure(row, contenders, report.ceiling, settings, device))
+                report.measurements.append(measure(row, report.contenders, ceiling, settings, device))
             except Exception as error:
                 report.failures[row.name] = failure(error)
             _free(device)
@@ -179,13 +177,20 @@ def _leave_out(contender: GpuContender, error: Exception, missing: dict[str, str
     missing[contender.name] = failure(error)
 
 
-def _build(contender: GpuContender, rows: Sequence[GpuRow]) -> None:
-    """Errors show again, and are noted, when the contender prepares a row."""
-    assert contender.build is not None
+def _built(contender: GpuContender, rows: Sequence[GpuRow]) -> GpuContender:
+    """The contender with its code compiled; if that fails, one that says so in every row without another try."""
+    if contender.build is None:
+        return contender
     try:
         contender.build(rows)
-    except Exception:
-        return
+    except Exception as error:
+        reason = failure(error)
+
+        def refuse(_: Inputs) -> Prepared:
+            raise NotTakingPart(reason)
+
+        return replace(contender, prepare=refuse)
+    return contender
 
 
 def _measure_host(report: GpuReport, device: torch.device) -> None:

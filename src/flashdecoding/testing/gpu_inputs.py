@@ -14,6 +14,10 @@ LEAST_CALLS = 8
 GRAPH_BYTES = 500_000_000
 MOST_COPIES = 512
 
+# How far our output may be from float64, as a share of the norm. The error bound grows with P |V|, of which a long
+# context's output is a small part: where it would not miss a lost split, this does.
+_MOST_ERROR = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-4}
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -82,9 +86,14 @@ class Reference:
     label: str
 
     def check(self, out: Tensor) -> None:
-        """Raise ``AssertionError`` unless ``out`` (B, Hq, Sq, D) is within the error bound there."""
+        """Raise ``AssertionError`` unless ``out`` (B, Hq, Sq, D) is near enough, element by element and as a whole."""
         part = out[self.sequence : self.sequence + 1, : self.group]
-        assert_within_bound(part, None, self.expected, f"{self.label}, sequence {self.sequence}")
+        label = f"{self.label}, sequence {self.sequence}"
+        assert_within_bound(part, None, self.expected, label)
+        wanted = self.expected.out
+        error, most = ((part.double() - wanted).norm() / wanted.norm()).item(), _MOST_ERROR[out.dtype]
+        if not error <= most:
+            raise AssertionError(f"{label} out: {error:.2g} of its norm away from float64, allowed are {most:g}")
 
 
 def references(inputs: Inputs) -> list[Reference]:

@@ -99,14 +99,18 @@ def _fa3_operators() -> Any:
     return torch.ops._vllm_fa3_C
 
 
-def _fa3(inputs: Inputs, *, planned: bool) -> Prepared:
-    """Its operator takes arguments by position; they are put in order by the names in its own schema."""
+def _fa3(inputs: Inputs, *, as_vllm: bool) -> Prepared:
+    """Its operator takes arguments by position; they are put in order by the names in its own schema.
+
+    vLLM makes the scheduler's metadata once a step, and asks for a causal mask even where one query sees all keys:
+    with pages and a head size of 128, that chooses another tile.
+    """
     operators, row = _fa3_operators(), inputs.row
     forward = operators.fwd.default
     q = inputs.q.transpose(1, 2)
     longest = row.capacity if row.page_size is None else max(row.seqlens)
     reach = (-1, -1) if row.window is None else (row.window - 1, 0)
-    causal = row.q_len > 1
+    causal = as_vllm or row.q_len > 1
     arguments = {
         "out": torch.full_like(q, torch.nan),
         "seqused_k": inputs.seqlens,
@@ -124,7 +128,7 @@ def _fa3(inputs: Inputs, *, planned: bool) -> Prepared:
         "cp_world_size": 1,
         "cp_rank": 0,
     }
-    if planned:
+    if as_vllm:
         heads = (row.q_heads, row.kv_heads, row.head_dim, row.head_dim)
         arguments["scheduler_metadata"] = operators.get_scheduler_metadata.default(
             row.batch, row.q_len, longest, *heads, q.dtype, inputs.seqlens, None, None, None, None, None,
@@ -171,9 +175,9 @@ GPU_PEERS: dict[str, GpuContender] = {
             "sdpa-cudnn", "SDPA cuDNN", _sdpa, "the same, cuDNN only", partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
         ),
         GpuContender("flex", "Flex", _flex, "torch's flex_attention through torch.compile, for this very shape"),
-        GpuContender("fa3", "FA3", partial(_fa3, planned=False), "FlashAttention-3 as vLLM ships it"),
+        GpuContender("fa3", "FA3", partial(_fa3, as_vllm=False), "FlashAttention-3, as vLLM ships it"),
         GpuContender(
-            "fa3-plan", "FA3 planned", partial(_fa3, planned=True), "the same, scheduler metadata made once a step"
+            "fa3-vllm", "FA3, vLLM", partial(_fa3, as_vllm=True), "the same as vLLM calls it, planned once a step"
         ),
         GpuContender(
             "flashinfer",
