@@ -86,6 +86,7 @@ def test_bytes_are_those_of_visible_keys() -> None:
     assert window.nbytes == 2 * 8 * (8 * 128) * 64 * 2
     assert window.capacity == 128 << 10
     assert window.stored_bytes < 20e6
+    assert all(own * 16 > 128 + 1024 for own in window.own_pages)  # no page that a kernel reads stands for two
 
 
 def test_names_say_what_differs() -> None:
