@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from flashdecoding.testing import bench, peers
-from flashdecoding.testing.bench import GRID, Caches, Measurement, Report, Row, Settings, measure
+from flashdecoding.testing.bench import GRID, Caches, Measurement, Report, Settings, measure
 from flashdecoding.testing.bench_tables import markdown, to_json
-from flashdecoding.testing.peers import OURS, PEERS, Contender, NotTakingPart
+from flashdecoding.testing.comparison import NotTakingPart
+from flashdecoding.testing.peers import OURS, PEERS, Contender
+from flashdecoding.testing.rows import Row
 from flashdecoding.testing.timing import (
     CeilingProbes,
     Ceilings,

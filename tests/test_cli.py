@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from flashdecoding import __version__, demo
 from flashdecoding.api import plan_decode
 from flashdecoding.cli import app
-from flashdecoding.commands import bench, check, plan_view
+from flashdecoding.commands import bench, check, gpu_bench, plan_view
 from flashdecoding.commands.plan_view import share_out, units_of
 
 COMMANDS = ("demo", "check", "explain", "plan", "bench")
@@ -49,7 +49,16 @@ BAD_INPUT = {
     "bench-memory": ("bench", "--shape", "1x8/8x128x9999999K"),
     "bench-peers": ("bench", "--peers", "sdpa,nobody"),
     "bench-rounds": ("bench", "--rounds", "0"),
-    "bench-threads": ("bench", "--threads", "100000"),
+    "bench-threads": ("bench", "--device", "cpu", "--threads", "100000"),
+    "bench-device": ("bench", "--device", "tpu"),
+    "bench-set-on-cpu": ("bench", "--device", "cpu", "--set", "grid"),
+    "bench-unknown-set": ("bench", "--device", "cuda", "--set", "grid,nothing"),
+    "bench-no-set": ("bench", "--device", "cuda", "--set", "none"),
+    "bench-set-and-shape": ("bench", "--device", "cuda", "--set", "grid", "--shape", "1x8/8x64x1K"),
+    "bench-shape-on-gpu": ("bench", "--device", "cuda", "--shape", "1x8/8x64"),
+    "bench-cpu-peer-on-gpu": ("bench", "--device", "cuda", "--peers", "llama.cpp"),
+    "bench-threads-on-gpu": ("bench", "--device", "cuda", "--threads", "1"),
+    "bench-memory-on-gpu": ("bench", "--device", "cuda", "--memory", "8"),
     "bench-no-folder": ("bench", "--json", "no-such-folder/bench.json"),
     "bench-folder": ("bench", "--json", "."),
     "demo-contexts": ("demo", "--contexts", "many"),
@@ -200,8 +209,8 @@ def test_check_finds_a_wrong_result(monkeypatch: pytest.MonkeyPatch, kind: str) 
 def test_bench_prints_and_writes(tmp_path: Path) -> None:
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "markdown")}
     result = run(
-        "bench", "--shape", "1x4/2x64x64", "--dtype", "fp32", "--peers", "sdpa", "--rounds", "1", "--memory", "8",
-        "--json", str(files["json"]), "--markdown", str(files["markdown"]),
+        "bench", "--device", "cpu", "--shape", "1x4/2x64x64", "--dtype", "fp32", "--peers", "sdpa", "--rounds", "1",
+        "--memory", "8", "--json", str(files["json"]), "--markdown", str(files["markdown"]),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "1x4/2x64x64" in result.stdout
@@ -214,9 +223,28 @@ def test_bench_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("out: 3 of 4 values miss the bound")
 
     monkeypatch.setattr(bench, "run_benchmark", fail)
-    result = run("bench")
+    result = run("bench", "--device", "cpu")
     assert result.exit_code == 1
     assert "miss the bound" in result.stdout
+
+
+def test_bench_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("bench", "--device", "cuda")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    wanted = "flashdecoding bench: --device cuda: torch finds no CUDA GPU here (see flashdecoding bench --help)\n"
+    assert result.stderr == wanted
+
+
+@pytest.mark.parametrize(("gpu", "chosen"), [(True, "cuda"), (False, "cpu")])
+def test_bench_takes_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch, gpu: bool, chosen: str) -> None:
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(gpu_bench, "run", lambda *_: taken.append("cuda") or 0)
+    monkeypatch.setattr(bench, "_run_on_cpu", lambda *_: taken.append("cpu") or 0)
+    assert run("bench", "--peers", "none").exit_code == 0
+    assert taken == [chosen]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])

@@ -54,6 +54,13 @@ class CheckDtype(str, Enum):
     fp64 = "fp64"
 
 
+class BenchDevice(str, Enum):
+    """Devices of the benchmark."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class BenchDtype(str, Enum):
     """Dtypes of the benchmark."""
 
@@ -199,37 +206,53 @@ def plan(
 
 @app.command()
 def bench(
+    device: Annotated[
+        BenchDevice | None, typer.Option(help="By default the GPU, if torch finds one, else the CPU.")
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option("--set", help="On a GPU: all, or names out of grid, ragged, drafts, pages, window, with commas."),
+    ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="Instead of the grid: batch x q heads / kv heads x head dim x keys. May be repeated."),
+        typer.Option(help="Other rows: batch x q heads / kv heads x head dim x keys. May be repeated."),
     ] = None,
     dtype: Annotated[list[BenchDtype] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     peers: Annotated[
-        str, typer.Option(help="all, none, or names out of sdpa, sdpa-packed, flex, llama.cpp, with commas.")
+        str,
+        typer.Option(
+            help="all, none, or names with commas: sdpa, sdpa-packed, flex, llama.cpp; on a GPU sdpa-fa2, sdpa-cudnn, "
+            "flex, fa3, fa3-vllm, flashinfer."
+        ),
     ] = "all",
-    threads: Annotated[int | None, typer.Option(min=1, help="By default as torch has it.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="On the CPU; by default as torch has it.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 7,
     memory: Annotated[
-        int, typer.Option(min=1, help="MiB through which K and V rotate; the readers read half as much.")
-    ] = 1024,
+        int | None,
+        typer.Option(min=1, help="On the CPU: MiB through which K and V rotate, by default 1024; readers read half."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all numbers here.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables here.")] = None,
 ) -> None:
     """Measure decode attention against what this machine can read and compute, with other implementations beside it.
 
     Every result is checked before it is timed. Run it on a quiet machine; the whole grid takes some minutes.
-    docs/benchmarking.md says how it measures. The exit code is 1 if a result is wrong or a call takes too much memory.
+    docs/benchmarking.md says how it measures, on the CPU and on an NVIDIA GPU. The exit code is 1 if a result is wrong
+    or a call takes too much memory.
 
     Examples:
 
     - `flashdecoding bench`
     - `flashdecoding bench --dtype bf16 --peers sdpa,sdpa-packed --markdown table.md`
     - `flashdecoding bench --shape 1x32/8x128x8K --peers none --json bench.json`
+    - `flashdecoding bench --device cuda --set drafts,pages --peers fa3,flashinfer`
     """
     from flashdecoding.commands.bench import run
 
     code = run(
         _console(),
+        device=None if device is None else device.value,
+        sets=rows,
         shapes=shape or [],
         dtypes=[d.value for d in dtype or ()],
         peers=peers,

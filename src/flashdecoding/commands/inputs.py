@@ -1,8 +1,13 @@
 """What users type, turned into numbers, or refused in one line."""
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
 
 MOST_LENGTHS = 4096
+
+T = TypeVar("T")
 
 
 class BadInput(ValueError):
@@ -66,3 +71,21 @@ def heads(text: str) -> tuple[int, int]:
     if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
         raise BadInput(f"q heads must be a positive multiple of kv heads, got {q_heads} and {kv_heads}")
     return q_heads, kv_heads
+
+
+def chosen(available: Mapping[str, T], names: str, what: str, others: str) -> list[T]:
+    """Those of ``available`` that comma-separated ``names`` name, in its order; ``others`` are words for the rest."""
+    wanted = [name.strip() for name in names.split(",")]
+    unknown = [name for name in wanted if name not in available]
+    if unknown:
+        raise BadInput(f"{what} are {', '.join(available)}, or {others}; got {', '.join(map(repr, unknown))}")
+    return [value for name, value in available.items() if name in wanted]
+
+
+def writable(path: Path) -> Path:
+    """A path for a file that the command writes."""
+    if not path.absolute().parent.is_dir():
+        raise BadInput(f"cannot write {path}: its folder does not exist")
+    if path.is_dir():
+        raise BadInput(f"cannot write {path}: it is a folder")
+    return path

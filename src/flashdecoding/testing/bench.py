@@ -5,7 +5,6 @@ multiplications and additions at the FMA peak, both measured between the row's o
 `docs/benchmarking.md` says how.
 """
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashdecoding.api import plan_decode
 from flashdecoding.cpu import workspace
 from flashdecoding.testing.cases import Problem
 from flashdecoding.testing.compare import assert_within_bound, expect
-from flashdecoding.testing.peers import OURS, OURS_WITH_PLAN, Contender, NotTakingPart
+from flashdecoding.testing.comparison import Comparison, NotTakingPart, check_against_ours, failure
+from flashdecoding.testing.peers import OURS, OURS_WITH_PLAN, Contender
+from flashdecoding.testing.rows import DTYPES, Row
 from flashdecoding.testing.timing import (
     READ_BYTES,
     CeilingProbes,
@@ -31,67 +31,8 @@ from flashdecoding.testing.timing import (
     threads_and_precision,
 )
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-# How far a peer's output may be from ours, as a share of the largest output: further off it is another computation.
-_PEER_TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 0.001}
-
 OWN_MEMORY_LIMIT = 1 << 20
 """Bytes a call may allocate beyond its output and the partial states of its splits."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One decode step: ``batch`` sequences of ``kv_len`` keys, one query each."""
-
-    batch: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    kv_len: int
-    dtype: str
-
-    @classmethod
-    def parse(cls, shape: str, dtype: str) -> "Row":
-        """From ``1x32/8x128x8K``: batch x q heads / kv heads x head dim x keys. ``ValueError`` for anything else."""
-        match = re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)x(\d+)(K?)", shape.strip(), re.IGNORECASE)
-        if match is None:
-            raise ValueError(f"a shape is BATCHxQ_HEADS/KV_HEADSxHEAD_DIMxKEYS, such as 1x32/8x128x8K, got {shape!r}")
-        batch, q_heads, kv_heads, head_dim, keys = map(int, match.groups()[:5])
-        if min(batch, q_heads, kv_heads, head_dim, keys) < 1 or q_heads % kv_heads:
-            raise ValueError(f"shape {shape!r}: numbers must be positive, q heads a multiple of kv heads")
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        return cls(batch, q_heads, kv_heads, head_dim, keys << 10 if match[6] else keys, dtype)
-
-    @property
-    def shape(self) -> str:
-        """As :meth:`parse` takes it."""
-        keys = f"{self.kv_len >> 10}K" if self.kv_len and self.kv_len % 1024 == 0 else str(self.kv_len)
-        return f"{self.batch}x{self.q_heads}/{self.kv_heads}x{self.head_dim}x{keys}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of K and V."""
-        return 2 * self.batch * self.kv_heads * self.kv_len * self.head_dim * DTYPES[self.dtype].itemsize
-
-    @property
-    def flops(self) -> int:
-        """Operations of Q K^T and P V; a multiply-add is two."""
-        return 4 * self.batch * self.q_heads * self.kv_len * self.head_dim
-
-    @property
-    def partial_bytes(self) -> int:
-        """The partial states of all splits: m and l in float64, o in the type it is summed in."""
-        plan = plan_decode(
-            [self.kv_len] * self.batch,
-            q_heads=self.q_heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=DTYPES[self.dtype],
-        )
-        sums = 8 if self.dtype in ("fp32", "fp64") else 4
-        return plan.num_splits * self.q_heads * (self.head_dim * sums + 2 * 8)
 
 
 def _rows(shape: str, *dtypes: str) -> tuple[Row, ...]:
@@ -125,16 +66,13 @@ class Settings:
 
 
 @dataclass
-class Measurement:
-    """One row: timings by contender, the ceilings of the same minutes, and why a contender has no timing."""
+class Measurement(Comparison):
+    """One row, with the ceilings of the same minutes and the memory that a call of ours takes."""
 
     row: Row
     ceilings: Ceilings
-    limit_seconds: float
     reading_is_the_limit: bool
     copies: int
-    timings: dict[str, Timing]
-    missing: dict[str, str]
     peak_bytes: int
 
     @property
@@ -142,20 +80,6 @@ class Measurement:
         """Bytes that a call allocates at once, beyond its output and partial states."""
         output = self.row.batch * self.row.q_heads * self.row.head_dim * DTYPES[self.row.dtype].itemsize
         return max(0, self.peak_bytes - output - self.row.partial_bytes)
-
-    @property
-    def best_peer(self) -> str | None:
-        peers = [name for name in self.timings if name != OURS.name]
-        return min(peers, key=lambda name: self.timings[name].median, default=None)
-
-    @property
-    def ahead(self) -> float | None:
-        """Time of the best peer over ours."""
-        best = self.best_peer
-        return None if best is None else self.timings[best].median / self.timings[OURS.name].median
-
-    def share_of_limit(self, name: str) -> float:
-        return self.limit_seconds / self.timings[name].median
 
 
 @dataclass
@@ -216,7 +140,7 @@ def run(
         report = Report(describe_machine(), settings, [OURS, *peers])
         caches, probes = Caches(settings.pool_bytes), CeilingProbes(settings.pool_bytes // 2)
         for number, row in enumerate(rows, 1):
-            progress(f"{number} of {len(rows)}: {row.shape} {row.dtype}")
+            progress(f"{number} of {len(rows)}: {row.name}")
             report.measurements.append(measure(row, report.contenders, caches, probes, settings))
         if fixed_cost:
             progress("fixed cost of a call")
@@ -237,6 +161,7 @@ def measure(
     ceilings = probes.ceilings(timings)
     limit, reading = ceilings.seconds(row.nbytes, row.flops)
     return Measurement(
+        row_name=row.name,
         row=row,
         ceilings=ceilings,
         limit_seconds=limit,
@@ -263,13 +188,11 @@ def _checked_calls(
     for contender in contenders:
         try:
             attention = contender.prepare(q, k)
-            _check_against_ours(attention(k, v), ours)
-        except NotTakingPart as reason:
-            missing[contender.name] = str(reason)
-        except (NotImplementedError, RuntimeError) as error:  # how PyTorch and its compiler refuse
+            check_against_ours(attention(k, v), ours)
+        except (NotTakingPart, NotImplementedError, RuntimeError) as error:  # the latter: PyTorch and its compiler
             if contender in (OURS, OURS_WITH_PLAN):
                 raise
-            missing[contender.name] = f"it failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            missing[contender.name] = failure(error)
         else:
             calls[contender.name] = lambda attention=attention: attention(*turn.next())  # type: ignore[misc]
     return calls, missing
@@ -292,13 +215,4 @@ def _check_against_reference(row: Row, q: Tensor, k: Tensor, v: Tensor, out: Ten
     group, last = row.q_heads // row.kv_heads, slice(row.batch - 1, row.batch)
     options: dict[str, Any] = {"seqlens": torch.tensor([row.kv_len], dtype=torch.int32)}
     problem = Problem(q[last, :group], k[last, :1], v[last, :1], options)
-    assert_within_bound(out[last, :group], None, expect(problem), f"{row.shape} {row.dtype}")
-
-
-def _check_against_ours(out: Tensor, ours: Tensor) -> None:
-    if out.shape != ours.shape:
-        raise NotTakingPart(f"its result is wrong: shape {tuple(out.shape)}, not {tuple(ours.shape)}")
-    tolerance = _PEER_TOLERANCE[ours.dtype]
-    error = ((out.float() - ours.float()).abs().max() / ours.float().abs().max()).item()
-    if not error <= tolerance:
-        raise NotTakingPart(f"its result is wrong: {error:.2g} of the largest output away, allowed are {tolerance:g}")
+    assert_within_bound(out[last, :group], None, expect(problem), f"{row.name}")

@@ -1,7 +1,7 @@
 """Who takes part in the benchmark: this library and what else computes decode attention on a CPU with PyTorch tensors.
 
 A contender turns the inputs of a row into a function of (k, v) that returns the output (B, Hq, 1, D), with all of its
-preparation done, or raises :class:`NotTakingPart` with the reason.
+preparation done, or raises `NotTakingPart` with the reason.
 """
 
 import os
@@ -14,12 +14,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashdecoding.api import decode_attention, plan_decode
+from flashdecoding.testing.comparison import OUR_NAME, NotTakingPart
 
 Attention = Callable[[Tensor, Tensor], Tensor]
-
-
-class NotTakingPart(Exception):
-    """A contender cannot do a row, or is not installed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,8 @@ def _llama_cpp(q: Tensor, k: Tensor) -> Attention:
         raise NotTakingPart(str(error)) from error
 
 
-OURS = Contender("flashdecoding", "flashdecoding", _ours)
-OURS_WITH_PLAN = Contender("flashdecoding-plan", "flashdecoding, given a plan", _ours_with_plan)
+OURS = Contender(OUR_NAME, "flashdecoding", _ours)
+OURS_WITH_PLAN = Contender(f"{OUR_NAME}-plan", "flashdecoding, given a plan", _ours_with_plan)
 PEERS: dict[str, Contender] = {
     peer.name: peer
     for peer in (
