@@ -183,9 +183,11 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     problem = Case(*BF16, 8, 2, (300, 17)).build("cuda")
     plan = _plan(problem, [300, 17])
     for lens in (_int32([300, 17]), [300, 18]):
-        with pytest.raises(ValueError, match=r"give plan alone|differ from the plan's"):
+        with pytest.raises(ValueError, match=r"or the tensor it was made from|differ from the plan's"):
             decode(problem.with_options(seqlens=lens, plan=plan))
-    decode(problem.with_options(seqlens=[300, 17], plan=plan))
+    lens = _int32([300, 17])
+    for given, made in (([300, 17], plan), (plan.seqlens, plan), (lens, _plan(problem, lens))):
+        decode(problem.with_options(seqlens=given, plan=made))
     with pytest.raises(ValueError, match="q_heads=8"):
         decode_attention(problem.q[:, :4], problem.k, problem.v, plan=plan)
     on_host = plan_decode([300, 17], q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)

@@ -198,11 +198,11 @@ def _check_planned_lengths(refusal: Refusal, checked: Checked, seqlens: Lengths 
         return
     if planned is not None and max(planned, default=0) > capacity:
         read_lengths(refusal, planned, batch, capacity, "plan.seqlens")
-    if seqlens is None or seqlens is plan.seqlens:
+    if seqlens is None or seqlens is plan.seqlens or seqlens is plan.source:
         return
     if planned is None or (isinstance(seqlens, torch.Tensor) and seqlens.device.type != "cpu"):
-        where = "lengths on a GPU cannot be compared with the plan's without waiting for it"
-        refusal.unless(False, f"give plan alone, or plan.seqlens with it: {where}")
+        reason = "lengths on a GPU cannot be compared with the plan's without waiting for it"
+        refusal.unless(False, f"with plan, seqlens may be plan.seqlens or the tensor it was made from: {reason}")
         return
     given = read_lengths(refusal, seqlens, batch, capacity, "seqlens")
     differ = f"seqlens {list(given)} differ from the plan's {list(planned)}"

@@ -89,6 +89,7 @@ class SplitPlan(ABC):
         batch_invariant: a sequence's splits do not depend on the rest of the batch (on the CPU they never do).
         where: torch device of the arrays and of the calls.
         lengths: the lengths as numbers; None if they came as a tensor on a GPU.
+        source: that tensor.
 
     The arrays are not to be written; :meth:`update` rewrites them in place. A plan for a GPU keeps them there:
     :attr:`num_splits` and :meth:`splits_of` wait for it, calls and :meth:`update` do not.
@@ -100,6 +101,7 @@ class SplitPlan(ABC):
     batch_invariant: bool
     where: torch.device
     lengths: tuple[int, ...] | None
+    source: torch.Tensor | None
     seqlens: torch.Tensor
     split_offsets: Int32Array | torch.Tensor
 
@@ -150,6 +152,7 @@ class HostPlan(SplitPlan):
         self._table = table
         self.where = torch.device("cpu")
         self.lengths = (0,) * problem.batch
+        self.source = None
         self.cut = Cut((0,) * problem.batch, (device.least_split,) * problem.batch, (0,) * (problem.batch + 1))
         self.seqlens = torch.from_numpy(table[0, : problem.batch])
         self.first = _read_only(table[1, : problem.batch])

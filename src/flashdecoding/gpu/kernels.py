@@ -28,6 +28,7 @@ from flashdecoding.gpu.steps import (
     normaliser,
     ordered_sum,
     position_of,
+    product,
     queries_of,
     soft_cap,
     softmax_step,
@@ -88,11 +89,13 @@ def lacks_pages(pages, page_row, begin, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.
 
 
 # Which numbers are 1 or multiples of 16 must not choose another order of summation, nor compile the kernel anew.
-@triton.jit(do_not_specialize=["mask", "slopes", "window", "max_rows", "tokens", "capacity", "q_len"])
+@triton.jit(
+    do_not_specialize=["mask", "slopes", "window", "kv_heads", "group", "max_rows", "tokens", "capacity", "q_len"]
+)
 def split_kernel(
     q, k, v, out, results, parts, cut, places, pages, mask, slopes, sinks_ptr,
-    scores, cap, window, blocks, kv_heads, max_rows, tokens, capacity, q_len,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    scores, cap, window, blocks, kv_heads, group, max_rows, tokens, capacity, q_len,
+    D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E0: tl.constexpr, E1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, DIFFER: tl.constexpr, WIDE: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr,
     SHIFT: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
@@ -107,7 +110,7 @@ def split_kernel(
         record = tl.where(item == first, worker + 1, cut.items_ptr + item * RECORD)
         attend(
             record, head, q, k, v, out, results, parts, places, pages, mask, slopes, sinks_ptr, scores, cap, window,
-            blocks, kv_heads, max_rows, tokens, capacity, q_len, GROUP, D, DV, D0, D1, E0, E1, BLOCK_M, BLOCK_N,
+            blocks, kv_heads, group, max_rows, tokens, capacity, q_len, D, DV, D0, D1, E0, E1, BLOCK_M, BLOCK_N,
             PAGE_SIZE, CAUSAL, DIFFER, WIDE, TREE, LATENT, SHIFT, STAGES, LEVELS, SUM,
         )  # fmt: skip
 
@@ -115,8 +118,8 @@ def split_kernel(
 @triton.jit
 def attend(
     item_ptr, head, q, k, v, out, results, parts, places, pages, mask, slopes, sinks_ptr,
-    scores, cap, window, blocks, kv_heads, max_rows, tokens, capacity, q_len,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    scores, cap, window, blocks, kv_heads, group, max_rows, tokens, capacity, q_len,
+    D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E0: tl.constexpr, E1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, DIFFER: tl.constexpr, WIDE: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr,
     SHIFT: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, SUM: tl.constexpr,
@@ -133,9 +136,9 @@ def attend(
     if places.kv_begin_ptr is not None:
         kv_begin = clamped(places.kv_begin_ptr, seq, seq >= 0, capacity)
     kv_start = position_of(places.kv_start_ptr, seq, 0)
-    i, g = row // GROUP, row % GROUP
+    i, g = row // group, row % group
     row_ok = i < queries
-    q_head = head * GROUP + g
+    q_head = head * group + g
     q_start = position_of(places.q_start_ptr, seq, kv_start + kv_end - queries)
     position = q_start + i
     if DIFFER:
@@ -183,11 +186,10 @@ def attend(
         page, slot, exists = locate(pages, page_row, key, inside, PAGE_SIZE)
         rows = cache_rows(k, pages, page, slot, WIDE)
         k0 = load_block(k_base, rows, exists, k.stride_d, 0, D, D0)
-        s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+        s = product(q0, tl.trans(k0), tl.zeros([BLOCK_M, BLOCK_N], SUM))
         if D1:
             k1 = load_block(k_base, rows, exists, k.stride_d, D0, D, D1)
-            s += tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        s = s.to(SUM)
+            s = product(q1, tl.trans(k1), s)
         if cap is not None:
             s = soft_cap(s * scores.scale, cap)
         if slopes is not None:
@@ -200,7 +202,8 @@ def attend(
             seen = sees & seen
         s = tl.where(seen, s, -INFINITY)
         p, m, l, shrink = softmax_step(s, m, l, scores.unit * LOG2_E, SHIFT)
-        p = p.to(v.ptr.dtype.element_ty)
+        if tl.float32 == SUM:
+            p = p.to(v.ptr.dtype.element_ty)
         if LATENT:
             v0 = k0
             v_rows = rows
@@ -249,10 +252,10 @@ def attend(
         tl.store(parts.ml_ptr + at * 2 + 1, l, mask=row_ok)
 
 
-@triton.jit(do_not_specialize=["max_rows", "tokens", "q_len"])
+@triton.jit(do_not_specialize=["kv_heads", "group", "max_rows", "tokens", "q_len"])
 def merge_kernel(
-    out, results, parts, cut, places, sinks_ptr, kv_heads, max_rows, tokens, q_len,
-    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCKS: tl.constexpr,
+    out, results, parts, cut, places, sinks_ptr, kv_heads, group, max_rows, tokens, q_len,
+    DV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Stage 2 (2.4.2): the states of a row's splits, in order, become BLOCKS column blocks of the output."""
@@ -263,12 +266,12 @@ def merge_kernel(
     splits = tl.load(offsets + 1) - tl.load(offsets)
     first = tl.load(cut.table_ptr + PARTS * cut.pitch + seq)
     q_first, queries = queries_of(places.q_offsets_ptr, seq, seq >= 0, tokens, q_len)
-    if splits == 1 or row >= queries * GROUP:
+    if splits == 1 or row >= queries * group:
         return
     if PDL:
         gdc_wait()
-    q_head = head * GROUP + row % GROUP
-    token = (q_first + row // GROUP).to(tl.int64)
+    q_head = head * group + row % group
+    token = (q_first + row // group).to(tl.int64)
     o_row = seq.to(tl.int64) * out.stride_b + token * out.stride_s + q_head.to(tl.int64) * out.stride_h
     part = (first.to(tl.int64) * kv_heads + head) * max_rows + row
     for block in tl.static_range(BLOCKS):

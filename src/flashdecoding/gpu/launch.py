@@ -87,7 +87,7 @@ def _launch(call: Call, cut: DeviceCut, out: torch.Tensor, results: Results) -> 
         "out": View.of(out, packed=c.ragged), "results": results, "parts": parts, "cut": cut.argument(),
         "places": Places.of(cast(DeviceSpans, call.spans)), "kv_heads": c.kv_heads, "max_rows": rows,
         "sinks_ptr": None if call.sinks is None else call.sinks.contiguous(), "tokens": q.shape[2], "q_len": c.q_len,
-        "GROUP": group, "DV": c.head_dim_v,
+        "group": group, "DV": c.head_dim_v,
     }  # fmt: skip
     if shape.most_items:
         split_kernel[(shape.workers * c.kv_heads, shape.row_blocks)](

@@ -71,7 +71,7 @@ class DevicePlan(SplitPlan):
         self.max_seqlen = max_seqlen
         self.batch_invariant = cut.shape.invariant
         self.where = cut.memory.device
-        self.lengths = None
+        self.lengths = self.source = None
         self.cut = cut
         self.seqlens, self.split_offsets = cut.table[0, : problem.batch], cut.table[3, : problem.batch + 1]
 
@@ -85,7 +85,7 @@ class DevicePlan(SplitPlan):
         refusal.raise_if_any()
         if batch:
             cut_on_device(self.cut, self.problem, DeviceSpans(placed, None, None, None, None), self.max_seqlen, 0)
-        self.lengths = lengths
+        self.lengths, self.source = lengths, seqlens if isinstance(seqlens, torch.Tensor) and on_device else None
 
     @property
     def num_splits(self) -> int:

@@ -153,22 +153,26 @@ def softmax_step(s, m, l, factor, shift):
 
 
 @triton.jit
+def product(a, b, c):
+    """a . b + c. Float32 is multiplied and added in float64: its own rounding, product by product, is too much."""
+    if c.dtype == tl.float64:
+        c = tl.dot(a.to(tl.float64), b.to(tl.float64), c, out_dtype=tl.float64)
+    else:
+        c = tl.dot(a, b, c)
+    return c
+
+
+@triton.jit
 def weigh(o, shrink, p, v, seen, DIFFER: tl.constexpr):
     """o * shrink + p . v; where rows DIFFER in what is ``seen``, a V that is not finite reaches those that see it."""
     o *= shrink[:, None]
     if DIFFER:
         bad = v.to(tl.float32) * 0.0 != 0.0
-        v = tl.where(bad, 0.0, v).to(p.dtype)
+        v = tl.where(bad, 0.0, v).to(v.dtype)
         if tl.max(tl.max(bad.to(tl.int32), 1), 0) != 0:
             count = tl.dot(seen.to(tl.float16), bad.to(tl.float16))
             o = tl.where(count > 0, float("nan"), o)
-    if o.dtype == tl.float32:
-        o = tl.dot(p, v, o, input_precision="ieee")
-    else:  # float32 products are added one by one: half a tile of them keeps the bound
-        early = (tl.arange(0, p.shape[1]) < p.shape[1] // 2)[None, :]
-        o += tl.dot(tl.where(early, p, 0.0), v, input_precision="ieee").to(o.dtype)
-        o += tl.dot(tl.where(early, 0.0, p), v, input_precision="ieee").to(o.dtype)
-    return o
+    return product(p, v, o)
 
 
 @triton.jit
