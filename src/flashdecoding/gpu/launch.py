@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from flashdecoding.gpu.arguments import Mask, Parts, Places, Results, Scores, Slopes, View, blocks_of, pages_of
-from flashdecoding.gpu.kernels import merge_kernel, split_kernel
+from flashdecoding.gpu.merge import merge_kernel
 from flashdecoding.gpu.plans import DeviceCut, DevicePlan, cut_on_device, on
 from flashdecoding.gpu.shapes import Shape, launch_shape
+from flashdecoding.gpu.split import split_kernel
 from flashdecoding.lengths import DeviceSpans, longest_on_gpu
 from flashdecoding.plan import DecodeProblem
 from flashdecoding.state import AttentionState

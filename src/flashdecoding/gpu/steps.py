@@ -163,19 +163,6 @@ def product(a, b, c):
 
 
 @triton.jit
-def weigh(o, shrink, p, v, seen, DIFFER: tl.constexpr):
-    """o * shrink + p . v; where rows DIFFER in what is ``seen``, a V that is not finite reaches those that see it."""
-    o *= shrink[:, None]
-    if DIFFER:
-        bad = v.to(tl.float32) * 0.0 != 0.0
-        v = tl.where(bad, 0.0, v).to(v.dtype)
-        if tl.max(tl.max(bad.to(tl.int32), 1), 0) != 0:
-            count = tl.dot(seen.to(tl.float16), bad.to(tl.float16))
-            o = tl.where(count > 0, float("nan"), o)
-    return product(p, v, o)
-
-
-@triton.jit
 def ordered_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
     """Sum of each row of x (ROWS, COLUMNS = 2**LEVELS) by neighbours.
 

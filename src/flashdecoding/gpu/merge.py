@@ -1,0 +1,75 @@
+"""Stage 2 (2.4.2): a program merges the states of an output row's splits, in order.
+
+A sequence with one split is finished by stage 1; one with none, which has no keys in reach, is finished here.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from flashdecoding.gpu.planning import OFFSETS, PARTS
+from flashdecoding.gpu.steps import INFINITY, LOG2_E, normaliser, queries_of, store_results
+
+
+@triton.jit(do_not_specialize=["kv_heads", "group", "max_rows", "tokens", "q_len"])
+def merge_kernel(
+    out, results, parts, cut, places, sinks_ptr, kv_heads, group, max_rows, tokens, q_len,
+    DV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The states of a row's splits become BLOCKS column blocks of the output. PDL: placed while stage 1 still runs."""
+    rows = kv_heads * max_rows
+    seq, head = tl.program_id(0) // rows, tl.program_id(0) % rows // max_rows
+    row = tl.program_id(0) % max_rows
+    offsets = cut.table_ptr + OFFSETS * cut.pitch + seq
+    splits = tl.load(offsets + 1) - tl.load(offsets)
+    first = tl.load(cut.table_ptr + PARTS * cut.pitch + seq)
+    q_first, queries = queries_of(places.q_offsets_ptr, seq, seq >= 0, tokens, q_len)
+    if splits == 1 or row >= queries * group:
+        return
+    if PDL:
+        gdc_wait()
+    q_head = head * group + row % group
+    token = (q_first + row // group).to(tl.int64)
+    o_row = seq.to(tl.int64) * out.stride_b + token * out.stride_s + q_head.to(tl.int64) * out.stride_h
+    part = (first.to(tl.int64) * kv_heads + head) * max_rows + row
+    for block in tl.static_range(BLOCKS):
+        e = (tl.program_id(1) * BLOCKS + block) * BLOCK_E + tl.arange(0, BLOCK_E)
+        m, l, o = merge_parts(parts, part, kv_heads * max_rows, splits, e, DV, BLOCK_E, BLOCK_S)
+        if sinks_ptr is None:
+            f = normaliser(m, l, None)
+        else:
+            f = normaliser(m, l, tl.load(sinks_ptr + q_head).to(m.dtype))
+        o = tl.where(f == 0.0, 0.0, o * f).to(out.ptr.dtype.element_ty)
+        tl.store(out.ptr + o_row + e.to(tl.int64) * out.stride_d, o, mask=e < DV)
+        if block == 0 and tl.program_id(1) == 0:
+            at = seq.to(tl.int64) * results.stride_b + q_head.to(tl.int64) * results.stride_h
+            store_results(results, at + token * results.stride_s, True, m, l)
+
+
+@triton.jit
+def merge_parts(parts, part, stride, splits, e, DV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr):
+    """m, l and the numerator over ``splits`` states, the first at ``part`` and each ``stride`` further on."""
+    SUM: tl.constexpr = parts.ml_ptr.dtype.element_ty
+    m = tl.full([], -INFINITY, SUM)
+    l = tl.zeros([], SUM)
+    o = tl.zeros([BLOCK_E], SUM)
+    for start in range(0, splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        ok = split < splits
+        at = part + split.to(tl.int64) * stride
+        part_m = tl.load(parts.ml_ptr + at * 2, mask=ok, other=-INFINITY)
+        part_l = tl.load(parts.ml_ptr + at * 2 + 1, mask=ok, other=0.0)
+        part_o = tl.load(parts.o_ptr + at[:, None] * DV + e[None, :], mask=ok[:, None] & (e < DV)[None, :], other=0.0)
+        top = tl.maximum(m, tl.max(part_m, 0))
+        base = tl.where(top == -INFINITY, 0.0, top)
+        weight = tl.exp2((part_m - base) * LOG2_E) * part_l
+        shrink = tl.exp2((m - base) * LOG2_E)
+        o = o * shrink + tl.sum(part_o.to(SUM) * weight[:, None], 0)
+        l = l * shrink + tl.sum(weight, 0)
+        m = top
+    return m, l, o

@@ -1,0 +1,323 @@
+"""Stage 1: a program is one (worker, kv head, row block), and a worker has a few splits (`planning.py`).
+
+Its rows are queries x heads that share the kv head, at least 16 of them, as the matrix unit has it, so that K and V are
+read once for all of them. Tiles that every row sees are one pipelined loop. Where rows see different keys, at a causal
+or a window's edge, or under a mask, a second loop takes care that a V that is not finite reaches the rows that see it
+and no others. Records of arguments: `arguments.py`.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from flashdecoding.gpu.planning import RECORD
+from flashdecoding.gpu.steps import (
+    INFINITY,
+    LOG2_E,
+    cache_rows,
+    clamped,
+    key_position,
+    keys_up_to,
+    load_block,
+    locate,
+    masked,
+    normaliser,
+    ordered_sum,
+    position_of,
+    product,
+    queries_of,
+    soft_cap,
+    softmax_step,
+    store_block,
+    store_results,
+)
+
+
+# Which numbers are 1 or multiples of 16 must not choose another order of summation, nor compile the kernel anew.
+@triton.jit(
+    do_not_specialize=["mask", "slopes", "window", "kv_heads", "group", "max_rows", "tokens", "capacity", "q_len"]
+)
+def split_kernel(
+    q, k, v, out, results, parts, cut, places, pages, mask, slopes, sinks_ptr,
+    scores, cap, window, blocks, kv_heads, group, max_rows, tokens, capacity, q_len,
+    D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
+    STAGES: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A worker's splits, one after the other. DIFFER: rows may see different keys. WIDE: offsets within a sequence, or
+    within a page, may not be int32. LATENT: v is the first columns of k. PDL: stage 2 may be placed meanwhile.
+    """
+    head = tl.program_id(0) % kv_heads
+    worker = cut.workers_ptr + tl.program_id(0) // kv_heads * RECORD
+    first = tl.load(worker)
+    if PDL:
+        gdc_launch_dependents()  # it waits for the end of this
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i, q_head = row // group, head * group + row % group
+    for item in range(first, tl.load(worker + RECORD)):
+        item_ptr = tl.where(item == first, worker + 1, cut.items_ptr + item * RECORD)
+        seq, begin, end = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+        kv_end = tl.minimum(tl.load(item_ptr + 3), capacity)
+        splits, part = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+        q_first, queries = queries_of(places.q_offsets_ptr, seq, seq >= 0, tokens, q_len)
+        token = (q_first + i).to(tl.int64)
+        m, l, o0, o1 = attend(
+            seq, begin, end, kv_end, token, i, queries, head, q_head, q, k, v, places, pages, mask, slopes, scores,
+            cap, window, blocks, capacity, D, DV, D0, D1, E0, E1, BLOCK_M, BLOCK_N, LEVELS, PAGE_SIZE, WIDE, CAUSAL,
+            DIFFER, TREE, LATENT, SHIFT, STAGES, SUM,
+        )  # fmt: skip
+        ok = i < queries
+        if splits == 1:
+            sink = None
+            if sinks_ptr is not None:
+                sink = tl.load(sinks_ptr + q_head, mask=ok, other=0.0).to(SUM)
+            f = normaliser(m, l, sink) * 2.0**-SHIFT
+            at = seq.to(tl.int64) * out.stride_b + token * out.stride_s + q_head.to(tl.int64) * out.stride_h
+            write_rows(out.ptr, at, ok, o0, o1, f, out.stride_d, E0, E1, DV)
+            at = seq.to(tl.int64) * results.stride_b + q_head.to(tl.int64) * results.stride_h
+            store_results(results, at + token * results.stride_s, ok, m, l)
+        else:
+            at = (part.to(tl.int64) * kv_heads + head) * max_rows + row
+            write_rows(parts.o_ptr, at * DV, ok, o0, o1, normaliser(m, l, None) * 2.0**-SHIFT, 1, E0, E1, DV)
+            tl.store(parts.ml_ptr + at * 2, m, mask=ok)
+            tl.store(parts.ml_ptr + at * 2 + 1, l, mask=ok)
+
+
+@triton.jit
+def write_rows(ptr, rows, ok, o0, o1, factor, stride_d, E0: tl.constexpr, E1: tl.constexpr, DV: tl.constexpr):
+    """Rows of o times their factors, in two column blocks; 0 where the factor is, whatever o holds."""
+    factor = factor[:, None]
+    store_block(ptr, rows, ok, tl.where(factor == 0.0, 0.0, o0 * factor), stride_d, 0, DV, E0)
+    if E1:
+        store_block(ptr, rows, ok, tl.where(factor == 0.0, 0.0, o1 * factor), stride_d, E0, DV, E1)
+
+
+@triton.jit
+def attend(
+    seq, begin, end, kv_end, token, i, queries, head, q_head, q, k, v, places, pages, mask, slopes, scores,
+    cap, window, blocks, capacity,
+    D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
+    STAGES: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """m and l of one split, and the numerator o in two column blocks, times 2**SHIFT."""
+    kv_begin = 0
+    if places.kv_begin_ptr is not None:
+        kv_begin = clamped(places.kv_begin_ptr, seq, seq >= 0, capacity)
+    kv_start = position_of(places.kv_start_ptr, seq, 0)
+    q_start = position_of(places.q_start_ptr, seq, kv_start + kv_end - queries)
+    position = q_start + i
+    ok = i < queries
+    if DIFFER:
+        low, high = visible_range(position, kv_begin, kv_end, kv_start, blocks, window, CAUSAL)
+        high = tl.where(ok, high, 0)
+        sees_some = low < high
+        end = tl.minimum(end, tl.max(tl.where(sees_some, high, 0), 0))
+        begin = tl.minimum(tl.maximum(begin, tl.min(tl.where(sees_some, low, 2147483647), 0)), end)
+        # All rows see keys [common, past): whole tiles counted from begin, or up to the end; or there are none.
+        common = tl.max(tl.where(ok, low, 0), 0)
+        past = tl.min(tl.where(ok, high, 2147483647), 0)
+        if TREE:
+            past = tl.minimum(past, tl.minimum(keys_up_to(q_start - 1, kv_start, blocks), kv_end).to(tl.int32))
+        common = begin + (tl.maximum(common - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        past = tl.where(past >= end, end, begin + tl.maximum(past - begin, 0) // BLOCK_N * BLOCK_N)
+        if mask is not None and not TREE:
+            past = begin
+        some = common < past
+        common, past = tl.where(some, common, begin), tl.where(some, past, begin)
+    else:  # one query
+        low, high = visible_range(q_start, kv_begin, kv_end, kv_start, blocks, window, CAUSAL)
+        end = tl.where(queries > 0, tl.minimum(end, high), 0)
+        begin = tl.minimum(tl.maximum(begin, low), end)
+        common, past = begin, end
+    if slopes is None:
+        slope, anchor = 0.0, 0.0
+    else:
+        slope = tl.load(slopes.ptr + seq * slopes.stride_b + q_head, mask=ok, other=0.0).to(SUM)
+        last = tl.maximum(tl.minimum(high, end) - 1, begin) + i * 0
+        anchor = tl.abs(position - key_position(last, kv_start, blocks))
+
+    q_rows = seq.to(tl.int64) * q.stride_b + token * q.stride_s + q_head.to(tl.int64) * q.stride_h
+    q0 = (load_block(q.ptr, q_rows, ok, q.stride_d, 0, D, D0) * scores.sign).to(q.ptr.dtype.element_ty)
+    q1 = q0
+    if D1:
+        q1 = (load_block(q.ptr, q_rows, ok, q.stride_d, D0, D, D1) * scores.sign).to(q.ptr.dtype.element_ty)
+    k_base = k.ptr + head.to(tl.int64) * k.stride_h
+    v_base = v.ptr + head.to(tl.int64) * v.stride_h
+    page_row = k_base
+    if pages is None:
+        k_base += seq.to(tl.int64) * k.stride_b
+        v_base += seq.to(tl.int64) * v.stride_b
+    else:
+        page_row = pages.ptr + seq.to(tl.int64) * pages.stride_b
+    m = tl.full([BLOCK_M], -INFINITY, SUM)
+    l = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+    o0 = tl.zeros([BLOCK_M, E0], SUM)
+    o1 = o0
+    if E1:
+        o1 = tl.zeros([BLOCK_M, E1], SUM)
+    rows = (seq, q_head, i, low, high, kv_start, q_start, queries)
+    cache = (k, v, k_base, v_base, page_row)
+    for start in tl.range(common, past, BLOCK_N, num_stages=STAGES):
+        m, l, o0, o1 = attend_tile(
+            start, past, m, l, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
+            scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, False, TREE, LATENT, SHIFT, SUM,
+        )  # fmt: skip
+    if DIFFER:
+        before = (common - begin) // BLOCK_N
+        for tile in tl.range(0, before + (end - past + BLOCK_N - 1) // BLOCK_N, num_stages=1):
+            start = tl.where(tile < before, begin, past - before * BLOCK_N) + tile * BLOCK_N
+            stop = tl.where(tile < before, common, end)
+            m, l, o0, o1 = attend_tile(
+                start, stop, m, l, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
+                scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, True, TREE, LATENT, SHIFT, SUM,
+            )  # fmt: skip
+    if pages is not None:  # noqa: SIM102 - one is for the compiler, the other for the GPU
+        if lacks_pages(pages, page_row, begin, end, PAGE_SIZE, BLOCK_N):
+            m = lost_rows(m, rows, ok, begin, end, pages, page_row, mask, blocks, BLOCK_N, PAGE_SIZE, DIFFER, TREE)
+            l = tl.where((m == m)[:, None], l, float("nan"))
+    m *= scores.unit
+    if slopes is not None:
+        m -= slope * anchor.to(SUM)
+    if DIFFER or slopes is not None or tl.float64 == SUM:
+        l = ordered_sum(l, BLOCK_M, BLOCK_N, LEVELS) * 2.0**-SHIFT
+    else:  # the scores' layout is that of the product: nothing else chooses it
+        l = tl.sum(l, 1) * 2.0**-SHIFT
+    return tl.where(l == 0.0, -INFINITY, m), l, o0, o1
+
+
+@triton.jit
+def visible_range(position, kv_begin, kv_end, kv_start, blocks, window, CAUSAL: tl.constexpr):
+    """[low, high) of the keys that may be seen from a position, by length, causal and window."""
+    low = position * 0 + kv_begin
+    high = position * 0 + kv_end
+    if CAUSAL:
+        high = tl.minimum(high, keys_up_to(position, kv_start, blocks))
+    if window is not None:
+        low = tl.maximum(low, keys_up_to(position - window, kv_start, blocks))
+    return tl.minimum(low, kv_end).to(tl.int32), high.to(tl.int32)  # high is at most kv_end
+
+
+@triton.jit
+def seen_by(rows, key, mask, blocks, TREE: tl.constexpr):
+    """Which keys of a tile each row sees."""
+    seq, q_head, i, low, high, kv_start, q_start, queries = rows
+    sees = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+    if mask is not None:
+        m_rows = seq.to(tl.int64) * mask.stride_b + q_head.to(tl.int64) * mask.stride_h
+        m_rows += i.to(tl.int64) * mask.stride_q
+        column = key_position(key, kv_start, blocks) - q_start
+        sees = masked(mask, m_rows, key, column, queries, sees, TREE)
+    return sees
+
+
+@triton.jit
+def attend_tile(
+    start, end, m, l, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
+    scores, cap, blocks, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E0: tl.constexpr,
+    E1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr, DIFFER: tl.constexpr,
+    TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Keys from ``start`` on, before ``end``, added to m, l and o."""
+    k, v, k_base, v_base, page_row = cache
+    key = start + tl.arange(0, BLOCK_N)
+    inside = key < end
+    seen = inside[None, :]
+    if DIFFER:
+        seen = seen_by(rows, key, mask, blocks, TREE) & seen
+        inside = inside & (tl.max(seen.to(tl.int32), 0) != 0)
+    page, slot, exists = locate(pages, page_row, key, inside, PAGE_SIZE)
+    k_rows = cache_rows(k, pages, page, slot, WIDE)
+    k0 = load_block(k_base, k_rows, exists, k.stride_d, 0, D, D0)
+    s = product(q0, tl.trans(k0), tl.zeros([q0.shape[0], BLOCK_N], SUM))
+    if D1:
+        k1 = load_block(k_base, k_rows, exists, k.stride_d, D0, D, D1)
+        s = product(q1, tl.trans(k1), s)
+    if cap is not None:
+        s = soft_cap(s * scores.scale, cap)
+    if slopes is not None:
+        if cap is None:
+            s = s * scores.scale
+        distance = tl.abs(position[:, None] - key_position(key, kv_start, blocks)[None, :])
+        s -= slope[:, None] * (distance - anchor[:, None]).to(SUM)
+    s = tl.where(seen, s, -INFINITY)
+    p, m, l, shrink = softmax_step(s, m, l, scores.unit * LOG2_E, SHIFT)
+    if tl.float32 == SUM:
+        p = p.to(v.ptr.dtype.element_ty)
+    if LATENT:
+        v0 = k0
+        v_rows = k_rows
+    else:
+        v_rows = cache_rows(v, pages, page, slot, WIDE)
+        v0 = load_block(v_base, v_rows, exists, v.stride_d, 0, DV, E0)
+    o0 *= shrink[:, None]
+    if DIFFER:
+        o0 = weigh_carefully(o0, p, v0, seen, exists, v_base, v_rows, v.stride_d, 0, DV, E0)
+    else:
+        o0 = product(p, v0, o0)
+    if E1:
+        v1 = load_block(v_base, v_rows, exists, v.stride_d, E0, DV, E1)
+        o1 *= shrink[:, None]
+        if DIFFER:
+            o1 = weigh_carefully(o1, p, v1, seen, exists, v_base, v_rows, v.stride_d, E0, DV, E1)
+        else:
+            o1 = product(p, v1, o1)
+    return m, l, o0, o1
+
+
+@triton.jit
+def weigh_carefully(
+    o, p, v, seen, exists, v_base, v_rows, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """p . v + o; a V that is not finite, which is rare, reaches the rows that see it, key by key."""
+    if tl.max(tl.max((v.to(tl.float32) * 0.0 != 0.0).to(tl.int32), 1), 0) == 0:
+        o = product(p, v, o)
+    else:
+        lane = tl.arange(0, p.shape[1])
+        column = FIRST + tl.arange(0, COLUMNS)
+        for number in range(p.shape[1]):
+            here = lane == number
+            weight = tl.sum(tl.where(here[None, :], p, 0.0).to(o.dtype), 1)
+            sees = tl.max((seen & here[None, :]).to(tl.int32), 1) != 0
+            at = v_base + tl.sum(tl.where(here, v_rows, 0), 0) + column.to(tl.int64) * stride_d
+            exist = tl.max((exists & here).to(tl.int32), 0) != 0
+            value = tl.load(at, mask=(column < WIDTH) & exist, other=0.0).to(o.dtype)
+            bad = value * 0.0 != 0.0
+            o += weight[:, None] * tl.where(bad, 0.0, value)[None, :]
+            o = tl.where(sees[:, None] & bad[None, :], float("nan"), o)
+    return o
+
+
+@triton.jit
+def lacks_pages(pages, page_row, begin, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether a page that keys [begin, end) stand on does not exist."""
+    lost = tl.zeros([BLOCK], tl.int32)
+    for start in range(begin // PAGE_SIZE, (end + PAGE_SIZE - 1) // PAGE_SIZE, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        wanted = number < (end + PAGE_SIZE - 1) // PAGE_SIZE
+        page = tl.load(page_row + number.to(tl.int64) * pages.stride_p, mask=wanted & (begin < end), other=0)
+        lost = lost | (wanted & ((page < 0) | (page >= pages.pages))).to(tl.int32)
+    return tl.max(lost, 0) != 0
+
+
+@triton.jit
+def lost_rows(
+    m, rows, ok, begin, end, pages, page_row, mask, blocks, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DIFFER: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """m, NaN for the rows that see a key whose page does not exist."""
+    for start in range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        sees = (key < end)[None, :] & ok[:, None]
+        if DIFFER:
+            sees &= seen_by(rows, key, mask, blocks, TREE)
+        page, _, _ = locate(pages, page_row, key, key < end, PAGE_SIZE)
+        lost = sees & ((page < 0) | (page >= pages.pages))[None, :]
+        m = tl.where(tl.max(lost.to(tl.int32), 1) != 0, float("nan"), m)
+    return m
