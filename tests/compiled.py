@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from inspect import signature
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,21 +27,22 @@ from flashdecoding.testing import arrange
 
 
 class Target(NamedTuple):
-    """A kind of GPU in Triton's terms, and the shared memory that one block may have."""
+    """A kind of GPU: in Triton's terms, by what torch says of it, and the shared memory that one block may have."""
 
     backend: str
     arch: int | str
     warp_size: int
+    major: int
+    multiprocessors: int
     shared: int
 
 
 TARGETS = {
-    "sm_80": Target("cuda", 80, 32, 163 << 10),
-    "sm_90": Target("cuda", 90, 32, 227 << 10),
-    "sm_100": Target("cuda", 100, 32, 227 << 10),
-    "gfx942": Target("hip", "gfx942", 64, 64 << 10),
+    "sm_80": Target("cuda", 80, 32, 8, 108, 163 << 10),
+    "sm_90": Target("cuda", 90, 32, 9, 132, 227 << 10),
+    "sm_100": Target("cuda", 100, 32, 10, 148, 227 << 10),
+    "gfx942": Target("hip", "gfx942", 64, 9, 304, 64 << 10),
 }
-MULTIPROCESSORS = 132
 NOTHING = {
     name: None
     for name, parameter in signature(check_call).parameters.items()
@@ -63,6 +65,20 @@ class StandInDriver:
     """Triton's driver for GPUs that are not here; each target is a device, for which Triton keeps kernels apart."""
 
     device = ""
+
+    def switch(self, device: str) -> None:
+        """Be ``device`` from now on, for torch too; the launcher forgets what it remembers of another."""
+        self.device, target = device, TARGETS[device]
+        torch.version.hip = None if target.backend == "cuda" else "6.0"
+        for name, module in list(sys.modules.items()):
+            if name.startswith("flashdecoding.gpu."):
+                for function in vars(module).values():
+                    getattr(function, "cache_clear", lambda: None)()
+
+    def properties(self, device: Any) -> SimpleNamespace:
+        """What `torch.cuda.get_device_properties` would return."""
+        target = TARGETS[self.device]
+        return SimpleNamespace(name=self.device, major=target.major, multi_processor_count=target.multiprocessors)
 
     def get_current_device(self) -> str:
         return self.device
@@ -87,8 +103,6 @@ def become_compiler(cache: str) -> None:
     from triton.runtime.driver import driver as triton_driver
     from triton.runtime.jit import JITFunction
 
-    from flashdecoding.gpu import launch
-
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -98,7 +112,7 @@ def become_compiler(cache: str) -> None:
 
     triton_driver.set_active(driver)
     JITFunction.run = compile_only
-    launch._multiprocessors = lambda index: MULTIPROCESSORS  # type: ignore[assignment]
+    torch.cuda.get_device_properties = driver.properties  # type: ignore[assignment]
     torch.cuda.current_device = lambda: None  # type: ignore[assignment,return-value]
 
 
@@ -113,7 +127,7 @@ def compilers() -> Iterator[Executor]:
 
 def kernels_of(variant: Variant, target: str, count_spills: bool = False) -> list[Kernel]:
     """The kernels that one call launches, compiled for ``target``. To count spills, they are disassembled."""
-    driver.device = target
+    driver.switch(target)
     launched.clear()
     try:
         _call(variant)

@@ -23,7 +23,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window+sinks": {"window": 37, "sinks": True},
     "state": {},
 }
-SHARD = {"q_start": 200, "kv_start": 16, "kv_block": 16, "kv_stride": 32}  # what a state is computed of
+SHARD: dict[str, Any] = {"q_start": 200, "kv_start": 16, "kv_block": 16, "kv_stride": 32}  # what a state is computed of
 
 
 class Variant(NamedTuple):
