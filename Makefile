@@ -16,12 +16,13 @@ INSTALLED := $(VENV)/.installed
 MODEL := $(VENV)/.model
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: help demo test test-gpu bench lint clean
+.PHONY: help demo test test-gpu kernels bench lint clean
 
 help:
 	@echo 'make demo   decode with a small language model'
 	@echo 'make test   run the tests'
 	@echo 'make test-gpu  run the contract suite on a GPU'
+	@echo 'make kernels  compile the GPU kernels for GPUs that are not here'
 	@echo 'make bench  run the benchmarks'
 	@echo 'make lint   check style, format and types'
 	@echo 'make clean  remove the environment'
@@ -34,6 +35,9 @@ test: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -k 'cuda or gpu' $(ARGS)
+
+kernels: $(INSTALLED)
+	$(BIN)/python tests/compiled.py $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -1,0 +1,111 @@
+"""The GPU kernels, compiled for GPUs that are not here: they compile, and fit the shared memory and the registers."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import combinations
+
+import pytest
+from compiled import TARGETS, Kernel, compilers, finished, kernels_of
+from variants import FACTORS, IMPOSSIBLE, LATENT, VARIANTS, Variant, pairs, pairwise
+
+triton = pytest.importorskip("triton", minversion="3.6", reason="Triton 3.6 or newer is not installed")
+
+Compiled = dict[tuple[Variant, str], Future[list[Kernel]]]
+
+FEW = VARIANTS[:40]
+CALLS = dict.fromkeys(
+    [
+        # The most shared memory, where there is least of it; the longest to compile, so the first.
+        *((variant, "sm_80") for variant in FEW if variant.dtype == "fp32" and variant.dims == LATENT),
+        *((variant, variant.target) for variant in FEW),
+        *((variant, "gfx942") for variant in FEW[::8]),
+    ]
+)
+
+MEASURED_WITH = "3.7."  # Triton, whose ptxas decides what stays in registers
+STACK = {
+    "strided": 320,  # a load for each element, with an address of its own
+    "fp32": 568,  # sums in float64
+    "latent": 1120,  # rows of 512 sums
+    "fp32 latent": 2408,
+}
+"""Bytes of local memory a thread that wide rows, float64 and strided columns take; all others take none."""
+
+TOO_MUCH_SHARED = {"fp32-d576v512-paged-16-q1-g71-state-sm_80": 188992}
+TOO_MUCH_STACK = {
+    "bf16-d128-paged-16-q1-g16-mask-sm_80": 208,
+    "bf16-d192v128-contiguous-q5-g16-state-sm_100": 552,
+    "bf16-d256-paged-1-q5-g16-mask-lse-sm_100": 920,
+    "bf16-d256-paged-53-q5-g71-alibi-sm_80": 744,
+    "bf16-d80-paged-1-q5-g1-sinks-sm_90": 360,
+    "bf16-d80-paged-1-q5-g71-plain-lse-sm_90": 144,
+    "fp16-d128-paged-1-ragged-g71-state-sm_100": 1272,
+    "fp16-d576v512-strided-q1-g4-mask-lse-sm_80": 2728,
+    "fp16-d80-contiguous-q5-g71-mask-lse-sm_80": 592,
+    "fp16-d80-paged-53-q1-g4-tree-lse-sm_100": 424,
+    "fp16-d96v33-paged-1-q1-g71-sinks-lse-sm_100": 24,
+    "fp32-d576v512-paged-16-q1-g71-state-sm_80": 18480,
+    "fp32-d576v512-paged-16-q1-g71-state-sm_90": 16872,
+}
+"""Defects: calls whose kernels take too many bytes of a block's shared memory, or of a thread's stack."""
+
+
+def _calls(defects: dict[str, int], what: str) -> list[object]:
+    """The calls as parameters; those with a defect are expected to fail."""
+    parameters = []
+    for call in CALLS:
+        name = "-".join(map(str, call))
+        reason = f"takes {defects.get(name)} bytes of {what}"
+        marks = [pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason)] if name in defects else []
+        parameters.append(pytest.param(call, id=name, marks=marks))
+    return parameters
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
+    """The kernels of each call that a selected test asks for, under way since the first of them."""
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    calls = dict.fromkeys(item.callspec.params["call"] for item in here)
+    with compilers() as pool:
+        yield {call: pool.submit(kernels_of, *call) for call in calls}
+
+
+@pytest.mark.parametrize("call", _calls(TOO_MUCH_SHARED, "shared memory"))
+def test_kernels_compile_and_fit_a_block(call: tuple[Variant, str], compiled: Compiled) -> None:
+    kernels = finished(compiled[call], *call)
+    assert [kernel.name for kernel in kernels] == ["plan_kernel", "split_kernel", "merge_kernel"]
+    for kernel in kernels:
+        assert kernel.shared <= TARGETS[call[1]].shared, kernel
+
+
+@pytest.mark.skipif(not triton.__version__.startswith(MEASURED_WITH), reason=f"measured with Triton {MEASURED_WITH}x")
+@pytest.mark.parametrize("call", _calls(TOO_MUCH_STACK, "stack"))
+def test_kernels_keep_to_registers(call: tuple[Variant, str], compiled: Compiled) -> None:
+    for kernel in finished(compiled[call], *call):
+        assert kernel.registers > 0
+        assert kernel.stack <= (_most_stack(call[0]) if kernel.name == "split_kernel" else 0), kernel
+
+
+def _most_stack(variant: Variant) -> int:
+    if variant.dims == LATENT:
+        return STACK["fp32 latent" if variant.dtype == "fp32" else "latent"]
+    if variant.dtype == "fp32":
+        return STACK["fp32"]
+    return STACK["strided"] if variant.layout == "strided" else 0
+
+
+def test_every_pair_that_is_possible_meets_in_a_variant() -> None:
+    every = {(a, x, b, y) for a, b in combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b]}
+    possible = every - IMPOSSIBLE
+    assert set().union(*map(pairs, VARIANTS)) == possible
+    missing = possible.difference(*map(pairs, FEW))
+    assert len(missing) <= 0.06 * len(possible), sorted(map(str, missing))
+
+
+def test_pairwise_of_what_can_be_checked_by_hand() -> None:
+    chosen = pairwise({"a": "xy", "b": "xy", "c": "xy"}, {("a", "y", "b", "y")})
+    factors = {"a": (), "b": (), "c": ()}
+    assert chosen[0] == ("x", "x", "x")
+    met = set().union(*(pairs(values, factors) for values in chosen))
+    assert len(met) == 11 and ("a", "y", "b", "y") not in met
+    assert len(chosen) <= 6
