@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from variants import SHARD, VARIANTS, Variant
 
-from flashdecoding.checks import Call, DeviceSpans, check_call
+from flashdecoding.checks import Call, check_call
+from flashdecoding.lengths import DeviceSpans
 from flashdecoding.testing import arrange
 
 
@@ -151,10 +152,10 @@ def _call(variant: Variant) -> None:
     problem = arrange(variant.case.build(), variant.layout)
     options: dict[str, Any] = {**NOTHING, "causal": True, **problem.options}
     if variant.feature == "state":
-        launch.partial_state(_on_gpu(check_call("partial", problem.q, problem.k, problem.v, **options, **SHARD)))
+        launch.partial_state(_on_gpu(check_call("partial", problem.q, problem.k, problem.v, **options, **SHARD)), None)
     else:
         out = torch.empty((*problem.q.shape[:3], problem.v.shape[3]), dtype=problem.q.dtype)
-        launch.decode(_on_gpu(check_call("decode", problem.q, problem.k, problem.v, **options)), out, variant.lse)
+        launch.decode(_on_gpu(check_call("decode", problem.q, problem.k, problem.v, **options)), None, out, variant.lse)
 
 
 def _on_gpu(call: Call) -> Call:

@@ -25,27 +25,17 @@ CALLS = dict.fromkeys(
 MEASURED_WITH = "3.7."  # Triton, whose ptxas decides what stays in registers
 STACK = {
     "strided": 320,  # a load for each element, with an address of its own
-    "fp32": 568,  # sums in float64
-    "latent": 1120,  # rows of 512 sums
-    "fp32 latent": 2408,
+    "fp32": 480,  # sums in float64
+    "latent": 320,  # rows of 512 sums
+    "fp32 latent": 3032,
+    "gfx942": 832,  # 256 registers for as many lanes of a program as elsewhere
 }
 """Bytes of local memory a thread that wide rows, float64 and strided columns take; all others take none."""
 
-TOO_MUCH_SHARED = {"fp32-d576v512-paged-16-q1-g71-state-sm_80": 188992}
+TOO_MUCH_SHARED: dict[str, int] = {}
 TOO_MUCH_STACK = {
-    "bf16-d128-paged-16-q1-g16-mask-sm_80": 208,
-    "bf16-d192v128-contiguous-q5-g16-state-sm_100": 552,
-    "bf16-d256-paged-1-q5-g16-mask-lse-sm_100": 920,
-    "bf16-d256-paged-53-q5-g71-alibi-sm_80": 744,
-    "bf16-d80-paged-1-q5-g1-sinks-sm_90": 360,
-    "bf16-d80-paged-1-q5-g71-plain-lse-sm_90": 144,
-    "fp16-d128-paged-1-ragged-g71-state-sm_100": 1272,
-    "fp16-d576v512-strided-q1-g4-mask-lse-sm_80": 2728,
-    "fp16-d80-contiguous-q5-g71-mask-lse-sm_80": 592,
-    "fp16-d80-paged-53-q1-g4-tree-lse-sm_100": 424,
-    "fp16-d96v33-paged-1-q1-g71-sinks-lse-sm_100": 24,
-    "fp32-d576v512-paged-16-q1-g71-state-sm_80": 18480,
-    "fp32-d576v512-paged-16-q1-g71-state-sm_90": 16872,
+    "bf16-d96v33-contiguous-q5-g16-window-sm_90": 16,
+    "fp16-d128-paged-1-ragged-g71-state-sm_100": 176,
 }
 """Defects: calls whose kernels take too many bytes of a block's shared memory, or of a thread's stack."""
 
@@ -83,10 +73,12 @@ def test_kernels_compile_and_fit_a_block(call: tuple[Variant, str], compiled: Co
 def test_kernels_keep_to_registers(call: tuple[Variant, str], compiled: Compiled) -> None:
     for kernel in finished(compiled[call], *call):
         assert kernel.registers > 0
-        assert kernel.stack <= (_most_stack(call[0]) if kernel.name == "split_kernel" else 0), kernel
+        assert kernel.stack <= (_most_stack(*call) if kernel.name == "split_kernel" else 0), kernel
 
 
-def _most_stack(variant: Variant) -> int:
+def _most_stack(variant: Variant, target: str) -> int:
+    if target in STACK:
+        return STACK[target]
     if variant.dims == LATENT:
         return STACK["fp32 latent" if variant.dtype == "fp32" else "latent"]
     if variant.dtype == "fp32":

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from flashdecoding.plan import SplitPlan
     from flashdecoding.signature import Checked
 
-WARPS = 4  # of a program
 MERGED_SPLITS, MERGED_COLUMNS = 64, 32  # a tile of stage 2
 FEW_ROWS = 512  # up to which stage 2 has a program for each column block of a row
 
@@ -90,6 +89,7 @@ def _launch(call: Call, cut: DeviceCut, out: torch.Tensor, results: Results) -> 
         "sinks_ptr": None if call.sinks is None else call.sinks.contiguous(), "tokens": q.shape[2], "q_len": c.q_len,
         "group": group, "DV": c.head_dim_v,
     }  # fmt: skip
+    differ = c.q_len > 1 or call.mask is not None
     if shape.most_items:
         split_kernel[(shape.workers * c.kv_heads, shape.row_blocks)](
             q=View.of(q, packed=c.ragged), k=View.of(call.k), v=View.of(call.v), pages=pages_of(call),
@@ -97,11 +97,12 @@ def _launch(call: Call, cut: DeviceCut, out: torch.Tensor, results: Results) -> 
             scores=_scores(c, call.alibi_slopes is not None), cap=c.softcap, window=c.window,
             capacity=min(c.capacity, longest_on_gpu(c.batch)), D=c.head_dim, D0=shape.d[0], D1=shape.d[1],
             E0=shape.e[0], E1=shape.e[1], BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, PAGE_SIZE=c.page_size,
-            CAUSAL=c.causal and (c.q_len > 1 or call.positioned), DIFFER=c.q_len > 1 or call.mask is not None,
+            CAUSAL=c.causal and (c.q_len > 1 or call.positioned), DIFFER=differ,
             WIDE=_wide(call.k) or _wide(call.v), TREE=c.mask_is_tree,
             LATENT=_latent(call, shape), SHIFT=10 if c.dtype == torch.float16 else 0,
             STAGES=shape.stages if call.page_table is None else 2 * shape.stages - 1,  # pages are loaded ahead of keys
-            LEVELS=shape.block_n.bit_length() - 1, SUM=tl.float64 if wide else tl.float32, PDL=pdl, num_warps=WARPS,
+            LEVELS=shape.block_n.bit_length() - 1, SUM=tl.float64 if wide else tl.float32, PDL=pdl,
+            num_warps=8 if differ else shape.warps,
             **shared,
         )  # fmt: skip
     all_rows, columns = c.batch * c.kv_heads * rows, triton.cdiv(c.head_dim_v, MERGED_COLUMNS)
@@ -111,7 +112,7 @@ def _launch(call: Call, cut: DeviceCut, out: torch.Tensor, results: Results) -> 
         BLOCK_S=MERGED_SPLITS,
         BLOCKS=blocks,
         PDL=pdl,
-        num_warps=1,
+        num_warps=4 if wide else 1,
         **shared,
         **({"launch_pdl": True} if pdl else {}),
     )

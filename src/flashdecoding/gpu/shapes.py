@@ -10,7 +10,6 @@ import triton
 
 from flashdecoding.plan import DecodeProblem, DeviceModel
 
-MOST_ROWS = 64  # query rows (queries x heads that share one kv head) of a program; more rows make more programs
 WAVES = 2  # programs of stage 1 for each multiprocessor
 
 
@@ -20,10 +19,11 @@ class Shape:
 
     model: DeviceModel
     invariant: bool  # a sequence's own length decides its cut
-    block_m: int  # rows of a tile
+    block_m: int  # query rows (queries x heads that share one kv head) of a tile; more rows make more programs
     row_blocks: int
     block_n: int  # keys of a tile
     stages: int
+    warps: int
     d: tuple[int, int]  # head_dim as two blocks of columns
     e: tuple[int, int]  # head_dim_v likewise
     workers: int  # that share out a batch's tiles, for each kv head and row block
@@ -38,13 +38,16 @@ class Shape:
 def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, device: torch.device) -> Shape:
     """For sequences of at most ``longest`` keys, which bounds the launch but moves no cut."""
     rows = problem.q_len * (problem.q_heads // problem.kv_heads)
-    block_m = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
-    row_blocks = max(1, triton.cdiv(rows, block_m))
-    if problem.dtype == torch.float32:  # a tile's float32 products are summed one by one, tiles in float64
-        block_n, stages = 16, 2
+    d, e = _columns(problem.head_dim), _columns(problem.head_dim_v)
+    wide = max(problem.head_dim, problem.head_dim_v)
+    if problem.dtype == torch.float32:  # sums are float64
+        most_rows, block_n, stages = 32 if wide <= 64 else 16, 16, 2
     else:
-        block_n = 64 if problem.head_dim <= 128 else 32
-        stages = 3 if problem.head_dim <= 256 else 2
+        most_rows, stages = 32 if wide <= 128 else 16, 3 if wide <= 256 else 2
+        block_n = 64 if wide <= 128 and not d[1] and not e[1] else 32
+    block_m = min(most_rows, max(16, triton.next_power_of_2(rows)))
+    warps = 8 if block_m > 16 or (problem.dtype == torch.float32 and wide > 64) else 4
+    row_blocks = max(1, triton.cdiv(rows, block_m))
     name, multiprocessors, dependent = _device(device)
     model = DeviceModel(name, tile=block_n, least_split=1024, most_units=512)
     workers = max(1, WAVES * multiprocessors // (problem.kv_heads * row_blocks))
@@ -60,8 +63,8 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
         most_items = min(problem.batch * tiles, problem.batch + workers - 1)
         most_parts = min(most_items, 2 * (workers - 1))  # each border of two workers makes two at most
     return Shape(
-        model, batch_invariant, block_m, row_blocks, block_n, stages, _columns(problem.head_dim),
-        _columns(problem.head_dim_v), workers, least_tiles, most_splits, most_items, most_parts, dependent,
+        model, batch_invariant, block_m, row_blocks, block_n, stages, warps, d, e, workers, least_tiles, most_splits,
+        most_items, most_parts, dependent,
     )  # fmt: skip
 
 

@@ -28,7 +28,6 @@ from flashdecoding.gpu.steps import (
     normaliser,
     ordered_sum,
     position_of,
-    product,
     queries_of,
     soft_cap,
     softmax_step,
@@ -235,10 +234,11 @@ def attend_tile(
     page, slot, exists = locate(pages, page_row, key, inside, PAGE_SIZE)
     k_rows = cache_rows(k, pages, page, slot, WIDE)
     k0 = load_block(k_base, k_rows, exists, k.stride_d, 0, D, D0)
-    s = product(q0, tl.trans(k0), tl.zeros([q0.shape[0], BLOCK_N], SUM))
+    s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
     if D1:
         k1 = load_block(k_base, k_rows, exists, k.stride_d, D0, D, D1)
-        s = product(q1, tl.trans(k1), s)
+        s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
+    s = s.to(SUM)
     if cap is not None:
         s = soft_cap(s * scores.scale, cap)
     if slopes is not None:
@@ -248,49 +248,60 @@ def attend_tile(
         s -= slope[:, None] * (distance - anchor[:, None]).to(SUM)
     s = tl.where(seen, s, -INFINITY)
     p, m, l, shrink = softmax_step(s, m, l, scores.unit * LOG2_E, SHIFT)
-    if tl.float32 == SUM:
-        p = p.to(v.ptr.dtype.element_ty)
-    if LATENT:
-        v0 = k0
-        v_rows = k_rows
-    else:
-        v_rows = cache_rows(v, pages, page, slot, WIDE)
+    v_rows = k_rows if LATENT else cache_rows(v, pages, page, slot, WIDE)
+    v0 = k0
+    if tl.float32 == SUM and not LATENT:
         v0 = load_block(v_base, v_rows, exists, v.stride_d, 0, DV, E0)
-    o0 *= shrink[:, None]
-    if DIFFER:
-        o0 = weigh_carefully(o0, p, v0, seen, exists, v_base, v_rows, v.stride_d, 0, DV, E0)
-    else:
-        o0 = product(p, v0, o0)
+    o0 = weigh(o0, shrink, p, v0, seen, exists, v_base, v_rows, v.stride_d, 0, DV, E0, DIFFER)
     if E1:
-        v1 = load_block(v_base, v_rows, exists, v.stride_d, E0, DV, E1)
-        o1 *= shrink[:, None]
-        if DIFFER:
-            o1 = weigh_carefully(o1, p, v1, seen, exists, v_base, v_rows, v.stride_d, E0, DV, E1)
-        else:
-            o1 = product(p, v1, o1)
+        v1 = o1
+        if tl.float32 == SUM:
+            v1 = load_block(v_base, v_rows, exists, v.stride_d, E0, DV, E1)
+        o1 = weigh(o1, shrink, p, v1, seen, exists, v_base, v_rows, v.stride_d, E0, DV, E1, DIFFER)
     return m, l, o0, o1
 
 
 @triton.jit
-def weigh_carefully(
-    o, p, v, seen, exists, v_base, v_rows, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """p . v + o; a V that is not finite, which is rare, reaches the rows that see it, key by key."""
-    if tl.max(tl.max((v.to(tl.float32) * 0.0 != 0.0).to(tl.int32), 1), 0) == 0:
-        o = product(p, v, o)
+def weigh(
+    o, shrink, p, v, seen, exists, v_base, v_rows, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, DIFFER: tl.constexpr,
+):  # fmt: skip
+    """o * shrink + p . v. Float32 goes key by key: products and sums in float64, since rounding each is too much. So
+    does a tile with a V that is not finite, where rows DIFFER in what they see.
+    """
+    o *= shrink[:, None]
+    if tl.float64 == o.dtype:
+        o = weigh_by_key(o, p, seen, exists, v_base, v_rows, stride_d, FIRST, WIDTH, COLUMNS, 4)
     else:
-        lane = tl.arange(0, p.shape[1])
-        column = FIRST + tl.arange(0, COLUMNS)
-        for number in range(p.shape[1]):
-            here = lane == number
-            weight = tl.sum(tl.where(here[None, :], p, 0.0).to(o.dtype), 1)
-            sees = tl.max((seen & here[None, :]).to(tl.int32), 1) != 0
-            at = v_base + tl.sum(tl.where(here, v_rows, 0), 0) + column.to(tl.int64) * stride_d
-            exist = tl.max((exists & here).to(tl.int32), 0) != 0
-            value = tl.load(at, mask=(column < WIDTH) & exist, other=0.0).to(o.dtype)
-            bad = value * 0.0 != 0.0
-            o += weight[:, None] * tl.where(bad, 0.0, value)[None, :]
-            o = tl.where(sees[:, None] & bad[None, :], float("nan"), o)
+        p = p.to(v.dtype)
+        if DIFFER:
+            if tl.max(tl.max((v.to(tl.float32) * 0.0 != 0.0).to(tl.int32), 1), 0) == 0:
+                o = tl.dot(p, v, o)
+            else:
+                o = weigh_by_key(o, p.to(tl.float32), seen, exists, v_base, v_rows, stride_d, FIRST, WIDTH, COLUMNS, 1)
+        else:
+            o = tl.dot(p, v, o)
+    return o
+
+
+@triton.jit
+def weigh_by_key(
+    o, p, seen, exists, v_base, v_rows, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """p . v + o in o's precision; a V that is not finite reaches the rows that see it, and no others."""
+    lane = tl.arange(0, p.shape[1])
+    column = FIRST + tl.arange(0, COLUMNS)
+    for number in tl.range(p.shape[1], loop_unroll_factor=UNROLL):
+        here = lane == number
+        weight = tl.sum(tl.where(here[None, :], p, 0.0), 1)
+        sees = tl.max((seen & here[None, :]).to(tl.int32), 1) != 0
+        at = v_base + tl.sum(tl.where(here, v_rows, 0), 0) + column.to(tl.int64) * stride_d
+        exist = tl.max((exists & here).to(tl.int32), 0) != 0
+        value = tl.load(at, mask=(column < WIDTH) & exist, other=0.0).to(o.dtype)
+        bad = value * 0.0 != 0.0
+        o += weight[:, None] * tl.where(bad, 0.0, value)[None, :]
+        o = tl.where(sees[:, None] & bad[None, :], float("nan"), o)
     return o
 
 

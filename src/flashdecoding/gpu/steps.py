@@ -153,16 +153,6 @@ def softmax_step(s, m, l, factor, shift):
 
 
 @triton.jit
-def product(a, b, c):
-    """a . b + c. Float32 is multiplied and added in float64: its own rounding, product by product, is too much."""
-    if c.dtype == tl.float64:
-        c = tl.dot(a.to(tl.float64), b.to(tl.float64), c, out_dtype=tl.float64)
-    else:
-        c = tl.dot(a, b, c)
-    return c
-
-
-@triton.jit
 def ordered_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
     """Sum of each row of x (ROWS, COLUMNS = 2**LEVELS) by neighbours.
 
