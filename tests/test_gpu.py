@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from flashdecoding import checks, decode_attention, lengths, plan_decode
+from flashdecoding.gpu import direct
+from flashdecoding.gpu.arguments import Sinks, View
 from flashdecoding.refusal import Refusal
 from flashdecoding.signature import Facts, Signature, check_signature
 
@@ -78,3 +80,49 @@ def test_lengths_on_the_device_are_checked_as_far_as_the_host_sees() -> None:
     right = torch.tensor(1)
     spans = lengths.device_spans(Refusal(""), checked, right, [0], None, 5, 0)
     assert [None if x is None else x.tolist() for x in spans] == [[1], [0], None, [5], None]
+
+
+class _FrontEnd:
+    """Stands for a Triton kernel: keeps what it is launched with, by name, and then by position."""
+
+    arg_names = ("q", "numbers", "sinks", "out", "N")
+
+    def __init__(self) -> None:
+        self.by_name: list[tuple[Any, dict[str, Any]]] = []
+        self.by_position: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*arguments: Any, stream: int = 0, **named: Any) -> Any:
+            if named:
+                self.by_name.append((grid, named))
+                return self
+            self.by_position.append((grid, arguments))
+            return None
+
+        return run
+
+
+def test_a_kind_of_launch_goes_through_the_front_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later ones hand over the same arguments by position, with addresses for tensors."""
+    monkeypatch.setattr(direct, "_stream", lambda: 0)
+    kernel = _FrontEnd()
+    launcher = direct.Direct(kernel)
+    memory = torch.zeros(64, dtype=torch.int32)
+
+    def launch(key: str, q: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        records = {
+            "q": View(q, 1, 2, 3, 4), "out": View(memory, 5, 6, 7, 8), "sinks": None if sinks is None else Sinks(sinks),
+        }  # fmt: skip
+        launcher.launch(key, (3, 2), records, lambda: {"numbers": (1.5, 2), "N": 16, "num_warps": 4})
+
+    at = memory.data_ptr()
+    assert at % 16 == 0
+    for _ in range(3):
+        launch("a", memory[4:], memory)
+    launch("a", memory[8:], memory[4:])  # other addresses, as aligned
+    assert [grid for grid, _ in kernel.by_name] == [(3, 2)] and len(kernel.by_position) == 3
+    assert kernel.by_position[0] == ((3, 2, 1), ((at + 16, 1, 2, 3, 4), (1.5, 2), (at,), (at, 5, 6, 7, 8), 16))
+    assert kernel.by_position[2] == ((3, 2, 1), ((at + 32, 1, 2, 3, 4), (1.5, 2), (at + 16,), (at, 5, 6, 7, 8), 16))
+    for number, other in enumerate([("a", memory[1:], memory), ("a", memory, None), ("b", memory, memory)], 2):
+        launch(*other)  # another alignment, another pointer given, another kind of call
+        assert len(kernel.by_name) == number and len(kernel.by_position) == 3

@@ -1,6 +1,6 @@
 """What the kernels are given: tensors with their strides, as records that Triton takes apart.
 
-A pointer of None leaves the code for it out of the kernel. Strides are in elements.
+Pointers come first; None leaves the code for it out of the kernel. Strides are in elements.
 """
 
 from __future__ import annotations
@@ -106,6 +106,12 @@ class Mask(NamedTuple):
         return cls(mask.view(torch.uint8), *shared, *full.stride()[2:])
 
 
+class Sinks(NamedTuple):
+    """Attention sinks by q head."""
+
+    ptr: Any
+
+
 class Slopes(NamedTuple):
     """ALiBi slopes by (batch, q head)."""
 
@@ -118,6 +124,10 @@ class Slopes(NamedTuple):
             return None
         slopes = slopes.contiguous()
         return cls(slopes, slopes.stride(0) if slopes.dim() == 2 else 0)
+
+
+POINTERS = {View: 1, Results: 3, Parts: 2, Cut: 3, Places: 4, Pages: 1, Mask: 1, Slopes: 1, Sinks: 1}
+"""How many pointers a record begins with."""
 
 
 class Blocks(NamedTuple):

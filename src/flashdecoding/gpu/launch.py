@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import triton
 import triton.language as tl
 
-from flashdecoding.gpu.arguments import Mask, Parts, Places, Results, Scores, Slopes, View, blocks_of, pages_of
+from flashdecoding.gpu.arguments import (
+    Mask,
+    Parts,
+    Places,
+    Results,
+    Scores,
+    Sinks,
+    Slopes,
+    View,
+    blocks_of,
+    pages_of,
+)
+from flashdecoding.gpu.direct import Direct
 from flashdecoding.gpu.merge import merge_kernel
 from flashdecoding.gpu.plans import DeviceCut, DevicePlan, cut_on_device, on
 from flashdecoding.gpu.shapes import Shape, launch_shape
@@ -25,6 +36,8 @@ if TYPE_CHECKING:
 
 MERGED_SPLITS, MERGED_COLUMNS = 64, 32  # a tile of stage 2
 FEW_ROWS = 512  # up to which stage 2 has a program for each column block of a row
+
+_split, _merge = Direct(split_kernel), Direct(merge_kernel)
 
 
 def decode(call: Call, plan: SplitPlan | None, out: torch.Tensor, want_lse: bool) -> torch.Tensor | None:
@@ -75,47 +88,65 @@ def _cut(call: Call) -> DeviceCut:
 def _launch(call: Call, cut: DeviceCut, out: torch.Tensor, results: Results) -> None:
     """Stage 1 and stage 2."""
     c, shape, q = call.checked, cut.shape, call.q
-    group = c.q_heads // c.kv_heads
-    rows = c.q_len * group
-    pdl = shape.dependent_launch
-    wide = c.dtype == torch.float32  # its sums, and with them m and l, are float64
+    rows = c.q_len * (c.q_heads // c.kv_heads)
+    sums = torch.float64 if c.dtype == torch.float32 else torch.float32
     parts = Parts(
         q.new_empty((shape.most_parts * c.kv_heads * rows, c.head_dim_v), dtype=torch.float32),
-        q.new_empty((shape.most_parts * c.kv_heads * rows, 2), dtype=torch.float64 if wide else torch.float32),
+        q.new_empty((shape.most_parts * c.kv_heads * rows, 2), dtype=sums),
     )
+    places = Places.of(cast(DeviceSpans, call.spans))
+    latent = _latent(call, shape)
     shared = {
         "out": View.of(out, packed=c.ragged), "results": results, "parts": parts, "cut": cut.argument(),
-        "places": Places.of(cast(DeviceSpans, call.spans)), "kv_heads": c.kv_heads, "max_rows": rows,
-        "sinks_ptr": None if call.sinks is None else call.sinks.contiguous(), "tokens": q.shape[2], "q_len": c.q_len,
-        "group": group, "DV": c.head_dim_v,
+        "places": places, "sinks": None if call.sinks is None else Sinks(call.sinks.contiguous()),
     }  # fmt: skip
-    differ = c.q_len > 1 or call.mask is not None
+    key = (c, shape, out.stride(), latent, *(None if x is None else x.dtype for x in places))
     if shape.most_items:
-        split_kernel[(shape.workers * c.kv_heads, shape.row_blocks)](
-            q=View.of(q, packed=c.ragged), k=View.of(call.k), v=View.of(call.v), pages=pages_of(call),
-            mask=Mask.of(call.mask), slopes=Slopes.of(call.alibi_slopes), blocks=blocks_of(call),
-            scores=_scores(c, call.alibi_slopes is not None), cap=c.softcap, window=c.window,
-            capacity=min(c.capacity, longest_on_gpu(c.batch)), D=c.head_dim, D0=shape.d[0], D1=shape.d[1],
-            E0=shape.e[0], E1=shape.e[1], BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, PAGE_SIZE=c.page_size,
-            CAUSAL=c.causal and (c.q_len > 1 or call.positioned), DIFFER=differ,
-            WIDE=_wide(call.k) or _wide(call.v), TREE=c.mask_is_tree,
-            LATENT=_latent(call, shape), SHIFT=10 if c.dtype == torch.float16 else 0,
-            STAGES=shape.stages if call.page_table is None else 2 * shape.stages - 1,  # pages are loaded ahead of keys
-            LEVELS=shape.block_n.bit_length() - 1, SUM=tl.float64 if wide else tl.float32, PDL=pdl,
-            num_warps=8 if differ else shape.warps,
-            **shared,
-        )  # fmt: skip
-    all_rows, columns = c.batch * c.kv_heads * rows, triton.cdiv(c.head_dim_v, MERGED_COLUMNS)
+        records = {
+            "q": View.of(q, packed=c.ragged), "k": View.of(call.k), "v": View.of(call.v), "pages": pages_of(call),
+            "mask": Mask.of(call.mask), "slopes": Slopes.of(call.alibi_slopes), **shared,
+        }  # fmt: skip
+        grid = (shape.workers * c.kv_heads, shape.row_blocks)
+        _split.launch(key, grid, records, lambda: _split_numbers(call, shape, latent))
+    columns = -(-c.head_dim_v // MERGED_COLUMNS)
+    all_rows = c.batch * c.kv_heads * rows
     blocks = 1 if all_rows <= FEW_ROWS else columns
-    merge_kernel[(all_rows, columns // blocks)](
-        BLOCK_E=MERGED_COLUMNS,
-        BLOCK_S=MERGED_SPLITS,
-        BLOCKS=blocks,
-        PDL=pdl,
-        num_warps=4 if wide else 1,
-        **shared,
-        **({"launch_pdl": True} if pdl else {}),
-    )
+    _merge.launch(key, (all_rows, columns // blocks), shared, lambda: _merge_numbers(call, shape, blocks))
+
+
+def _common_numbers(c: Checked, shape: Shape) -> dict[str, Any]:
+    group = c.q_heads // c.kv_heads
+    return {
+        "kv_heads": c.kv_heads, "group": group, "max_rows": c.q_len * group, "q_len": c.q_len, "DV": c.head_dim_v,
+        "tokens": c.signature.q.shape[2], "PDL": shape.dependent_launch,
+    }  # fmt: skip
+
+
+def _split_numbers(call: Call, shape: Shape, latent: bool) -> dict[str, Any]:
+    """Arguments and options of stage 1 that have no pointer."""
+    c = call.checked
+    differ = c.q_len > 1 or call.mask is not None
+    return {
+        **_common_numbers(c, shape), "blocks": blocks_of(call), "scores": _scores(c, call.alibi_slopes is not None),
+        "cap": c.softcap, "window": c.window, "capacity": min(c.capacity, longest_on_gpu(c.batch)), "D": c.head_dim,
+        "D0": shape.d[0], "D1": shape.d[1], "E0": shape.e[0], "E1": shape.e[1], "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n, "LEVELS": shape.block_n.bit_length() - 1, "PAGE_SIZE": c.page_size,
+        "WIDE": _wide(call.k) or _wide(call.v), "CAUSAL": c.causal and (c.q_len > 1 or call.positioned),
+        "DIFFER": differ, "TREE": c.mask_is_tree, "LATENT": latent, "SHIFT": 10 if c.dtype == torch.float16 else 0,
+        # Pages are loaded ahead of keys: one stage more for each.
+        "STAGES": shape.stages if call.page_table is None else 2 * shape.stages - 1,
+        "SUM": tl.float64 if c.dtype == torch.float32 else tl.float32, "num_warps": 8 if differ else shape.warps,
+    }  # fmt: skip
+
+
+def _merge_numbers(call: Call, shape: Shape, blocks: int) -> dict[str, Any]:
+    """Arguments and options of stage 2 that have no pointer."""
+    c = call.checked
+    options: dict[str, Any] = {"num_warps": 4 if c.dtype == torch.float32 else 1}
+    if shape.dependent_launch:
+        options["launch_pdl"] = True
+    tile = {"BLOCK_E": MERGED_COLUMNS, "BLOCK_S": MERGED_SPLITS, "BLOCKS": blocks}
+    return {**_common_numbers(c, shape), **tile, **options}
 
 
 def _scores(c: Checked, alibi: bool) -> Scores:

@@ -17,7 +17,7 @@ from flashdecoding.gpu.steps import INFINITY, LOG2_E, normaliser, queries_of, st
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "max_rows", "tokens", "q_len"])
 def merge_kernel(
-    out, results, parts, cut, places, sinks_ptr, kv_heads, group, max_rows, tokens, q_len,
+    out, results, parts, cut, places, sinks, kv_heads, group, max_rows, tokens, q_len,
     DV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -29,6 +29,8 @@ def merge_kernel(
     splits = tl.load(offsets + 1) - tl.load(offsets)
     first = tl.load(cut.table_ptr + PARTS * cut.pitch + seq)
     q_first, queries = queries_of(places.q_offsets_ptr, seq, seq >= 0, tokens, q_len)
+    if PDL and tl.program_id(0) + tl.program_id(1) == 0:
+        gdc_wait()  # this grid must not end, and let what follows begin, before stage 1 has ended
     if splits == 1 or row >= queries * group:
         return
     if PDL:
@@ -40,10 +42,10 @@ def merge_kernel(
     for block in tl.static_range(BLOCKS):
         e = (tl.program_id(1) * BLOCKS + block) * BLOCK_E + tl.arange(0, BLOCK_E)
         m, l, o = merge_parts(parts, part, kv_heads * max_rows, splits, e, DV, BLOCK_E, BLOCK_S)
-        if sinks_ptr is None:
+        if sinks is None:
             f = normaliser(m, l, None)
         else:
-            f = normaliser(m, l, tl.load(sinks_ptr + q_head).to(m.dtype))
+            f = normaliser(m, l, tl.load(sinks.ptr + q_head).to(m.dtype))
         o = tl.where(f == 0.0, 0.0, o * f).to(out.ptr.dtype.element_ty)
         tl.store(out.ptr + o_row + e.to(tl.int64) * out.stride_d, o, mask=e < DV)
         if block == 0 and tl.program_id(1) == 0:

@@ -13,9 +13,11 @@ from flashdecoding.plan import DecodeProblem, DeviceModel
 WAVES = 2  # programs of stage 1 for each multiprocessor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
-    """One problem's tiles and workers, and the most that any lengths make of splits and parts."""
+    """One problem's tiles and workers, and the most that any lengths make of splits and parts. Compared by identity:
+    :func:`launch_shape` remembers it.
+    """
 
     model: DeviceModel
     invariant: bool  # a sequence's own length decides its cut

@@ -41,7 +41,7 @@ from flashdecoding.gpu.steps import (
     do_not_specialize=["mask", "slopes", "window", "kv_heads", "group", "max_rows", "tokens", "capacity", "q_len"]
 )
 def split_kernel(
-    q, k, v, out, results, parts, cut, places, pages, mask, slopes, sinks_ptr,
+    q, k, v, out, results, parts, cut, places, pages, mask, slopes, sinks,
     scores, cap, window, blocks, kv_heads, group, max_rows, tokens, capacity, q_len,
     D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr,
@@ -73,8 +73,8 @@ def split_kernel(
         ok = i < queries
         if splits == 1:
             sink = None
-            if sinks_ptr is not None:
-                sink = tl.load(sinks_ptr + q_head, mask=ok, other=0.0).to(SUM)
+            if sinks is not None:
+                sink = tl.load(sinks.ptr + q_head, mask=ok, other=0.0).to(SUM)
             f = normaliser(m, l, sink) * 2.0**-SHIFT
             at = seq.to(tl.int64) * out.stride_b + token * out.stride_s + q_head.to(tl.int64) * out.stride_h
             write_rows(out.ptr, at, ok, o0, o1, f, out.stride_d, E0, E1, DV)
