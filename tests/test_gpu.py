@@ -6,13 +6,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flashdecoding import checks, decode_attention, lengths, plan_decode
-from flashdecoding.gpu import direct
-from flashdecoding.gpu.arguments import Sinks, View
 from flashdecoding.refusal import Refusal
 from flashdecoding.signature import Facts, Signature, check_signature
 
@@ -104,6 +103,9 @@ class _FrontEnd:
 
 def test_a_kind_of_launch_goes_through_the_front_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later ones hand over the same arguments by position, with addresses for tensors."""
+    from flashdecoding.gpu import direct
+    from flashdecoding.gpu.arguments import Sinks, View
+
     monkeypatch.setattr(direct, "_stream", lambda: 0)
     kernel = _FrontEnd()
     launcher = direct.Direct(kernel)
