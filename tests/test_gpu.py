@@ -115,16 +115,18 @@ def test_a_kind_of_launch_goes_through_the_front_end_once(monkeypatch: pytest.Mo
         records = {
             "q": View(q, 1, 2, 3, 4), "out": View(memory, 5, 6, 7, 8), "sinks": None if sinks is None else Sinks(sinks),
         }  # fmt: skip
-        launcher.launch(key, (3, 2), records, lambda: {"numbers": (1.5, 2), "N": 16, "num_warps": 4})
+        pointers = direct.Pointers((memory, q, None, sinks))
+        launcher.launch(key, (3, 2), pointers, lambda: (records, {"numbers": (1.5, 2), "N": 16, "num_warps": 4}))
 
     at = memory.data_ptr()
     assert at % 16 == 0
     for _ in range(3):
-        launch("a", memory[4:], memory)
+        launch("a", memory[4:], memory[:])
     launch("a", memory[8:], memory[4:])  # other addresses, as aligned
     assert [grid for grid, _ in kernel.by_name] == [(3, 2)] and len(kernel.by_position) == 3
     assert kernel.by_position[0] == ((3, 2, 1), ((at + 16, 1, 2, 3, 4), (1.5, 2), (at,), (at, 5, 6, 7, 8), 16))
     assert kernel.by_position[2] == ((3, 2, 1), ((at + 32, 1, 2, 3, 4), (1.5, 2), (at + 16,), (at, 5, 6, 7, 8), 16))
-    for number, other in enumerate([("a", memory[1:], memory), ("a", memory, None), ("b", memory, memory)], 2):
-        launch(*other)  # another alignment, another pointer given, another kind of call
+    others = [("a", memory[1:], memory[:]), ("a", memory[4:], None), ("b", memory[4:], memory[:])]
+    for number, other in enumerate(others, 2):  # another alignment, a pointer not given, another kind of call
+        launch(*other)
         assert len(kernel.by_name) == number and len(kernel.by_position) == 3

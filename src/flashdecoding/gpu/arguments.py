@@ -103,7 +103,7 @@ class Mask(NamedTuple):
             return None
         full = mask[:, None] if mask.dim() == 3 else mask
         shared = [0 if size == 1 else stride for size, stride in zip(full.shape[:2], full.stride()[:2], strict=True)]
-        return cls(mask.view(torch.uint8), *shared, *full.stride()[2:])
+        return cls(mask, *shared, *full.stride()[2:])
 
 
 class Sinks(NamedTuple):
@@ -122,7 +122,6 @@ class Slopes(NamedTuple):
     def of(cls, slopes: torch.Tensor | None) -> Slopes | None:
         if slopes is None:
             return None
-        slopes = slopes.contiguous()
         return cls(slopes, slopes.stride(0) if slopes.dim() == 2 else 0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import triton.language as tl
@@ -20,7 +20,7 @@ from flashdecoding.gpu.arguments import (
     blocks_of,
     pages_of,
 )
-from flashdecoding.gpu.direct import Direct
+from flashdecoding.gpu.direct import Direct, Pointers
 from flashdecoding.gpu.merge import merge_kernel
 from flashdecoding.gpu.plans import DeviceCut, DevicePlan, cut_on_device, on
 from flashdecoding.gpu.shapes import Shape, launch_shape
@@ -38,6 +38,47 @@ MERGED_SPLITS, MERGED_COLUMNS = 64, 32  # a tile of stage 2
 FEW_ROWS = 512  # up to which stage 2 has a program for each column block of a row
 
 _split, _merge = Direct(split_kernel), Direct(merge_kernel)
+
+
+class Given(NamedTuple):
+    """The tensors of a call in the form that kernels take; a packed call's have no batch to step over."""
+
+    call: Call
+    cut: DeviceCut
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    state: tuple[torch.Tensor, torch.Tensor] | None
+    parts: Parts
+    mask: torch.Tensor | None
+    slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+    @property
+    def pointers(self) -> Pointers:
+        call, cut = self.call, self.cut
+        m, l = self.state or (None, None)
+        _, kv_begin, q_offsets, q_start, kv_start = cast(DeviceSpans, call.spans)
+        return Pointers((
+            call.q, call.k, call.v, self.out, self.lse, m, l, *self.parts, cut.workers, cut.table, cut.items, kv_begin,
+            q_offsets, q_start, kv_start, call.page_table, self.mask, self.slopes, self.sinks,
+        ))  # fmt: skip
+
+    def shared(self) -> dict[str, Any]:
+        """Arguments of both stages with pointers."""
+        packed = self.call.checked.ragged
+        return {
+            "out": View.of(self.out, packed), "results": Results.of(self.lse, self.state, packed), "parts": self.parts,
+            "cut": self.cut.argument(), "places": Places.of(cast(DeviceSpans, self.call.spans)),
+            "sinks": None if self.sinks is None else Sinks(self.sinks),
+        }  # fmt: skip
+
+    def split(self) -> dict[str, Any]:
+        """Those of stage 1."""
+        call = self.call
+        return {
+            "q": View.of(call.q, call.checked.ragged), "k": View.of(call.k), "v": View.of(call.v),
+            "pages": pages_of(call), "mask": Mask.of(self.mask), "slopes": Slopes.of(self.slopes), **self.shared(),
+        }  # fmt: skip
 
 
 def decode(call: Call, plan: SplitPlan | None, out: torch.Tensor, want_lse: bool) -> torch.Tensor | None:
@@ -71,7 +112,13 @@ def _run(
         return
     with on(call.q.device):
         cut = _cut(call) if plan is None else cast(DevicePlan, plan).cut
-        _launch(call, cut, out, Results.of(lse, state, packed=c.ragged))
+        parts = cut.shape.most_parts * c.kv_heads * rows
+        sums = torch.float64 if c.dtype == torch.float32 else torch.float32
+        mask = None if call.mask is None else call.mask.view(torch.uint8)
+        slopes, sinks = (None if x is None else x.contiguous() for x in (call.alibi_slopes, call.sinks))
+        o = call.q.new_empty((parts, c.head_dim_v), dtype=torch.float32)
+        ml = call.q.new_empty((parts, 2), dtype=sums)
+        _launch(Given(call, cut, out, lse, state, Parts(o, ml), mask, slopes, sinks))
 
 
 def _cut(call: Call) -> DeviceCut:
@@ -85,33 +132,20 @@ def _cut(call: Call) -> DeviceCut:
     return cut
 
 
-def _launch(call: Call, cut: DeviceCut, out: torch.Tensor, results: Results) -> None:
+def _launch(given: Given) -> None:
     """Stage 1 and stage 2."""
-    c, shape, q = call.checked, cut.shape, call.q
-    rows = c.q_len * (c.q_heads // c.kv_heads)
-    sums = torch.float64 if c.dtype == torch.float32 else torch.float32
-    parts = Parts(
-        q.new_empty((shape.most_parts * c.kv_heads * rows, c.head_dim_v), dtype=torch.float32),
-        q.new_empty((shape.most_parts * c.kv_heads * rows, 2), dtype=sums),
-    )
-    places = Places.of(cast(DeviceSpans, call.spans))
-    latent = _latent(call, shape)
-    shared = {
-        "out": View.of(out, packed=c.ragged), "results": results, "parts": parts, "cut": cut.argument(),
-        "places": places, "sinks": None if call.sinks is None else Sinks(call.sinks.contiguous()),
-    }  # fmt: skip
-    key = (c, shape, out.stride(), latent, *(None if x is None else x.dtype for x in places))
+    call, shape = given.call, given.cut.shape
+    c, latent, pointers = call.checked, _latent(call, shape), given.pointers
+    places = cast(DeviceSpans, call.spans)[1:]
+    key = (c, shape, given.out.stride(), latent, *[None if x is None else x.dtype for x in places])
     if shape.most_items:
-        records = {
-            "q": View.of(q, packed=c.ragged), "k": View.of(call.k), "v": View.of(call.v), "pages": pages_of(call),
-            "mask": Mask.of(call.mask), "slopes": Slopes.of(call.alibi_slopes), **shared,
-        }  # fmt: skip
-        grid = (shape.workers * c.kv_heads, shape.row_blocks)
-        _split.launch(key, grid, records, lambda: _split_numbers(call, shape, latent))
+        grid = shape.workers * c.kv_heads, shape.row_blocks
+        _split.launch(key, grid, pointers, lambda: (given.split(), _split_numbers(call, shape, latent)))
     columns = -(-c.head_dim_v // MERGED_COLUMNS)
-    all_rows = c.batch * c.kv_heads * rows
+    all_rows = c.batch * c.q_heads * c.q_len
     blocks = 1 if all_rows <= FEW_ROWS else columns
-    _merge.launch(key, (all_rows, columns // blocks), shared, lambda: _merge_numbers(call, shape, blocks))
+    grid = all_rows, columns // blocks
+    _merge.launch(key, grid, pointers, lambda: (given.shared(), _merge_numbers(call, shape, blocks)))
 
 
 def _common_numbers(c: Checked, shape: Shape) -> dict[str, Any]:
