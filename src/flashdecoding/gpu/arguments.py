@@ -66,6 +66,14 @@ class Cut(NamedTuple):
     pitch: int
 
 
+class Reach(NamedTuple):
+    """What a plan is made from; integer tensors by sequence, each may be None."""
+
+    seqlens_ptr: Any
+    kv_begin_ptr: Any
+    q_offsets_ptr: Any
+
+
 class Places(NamedTuple):
     """Where a sequence's keys and queries begin; integer tensors by sequence, each may be None."""
 
@@ -125,7 +133,7 @@ class Slopes(NamedTuple):
         return cls(slopes, slopes.stride(0) if slopes.dim() == 2 else 0)
 
 
-POINTERS = {View: 1, Results: 3, Parts: 2, Cut: 3, Places: 4, Pages: 1, Mask: 1, Slopes: 1, Sinks: 1}
+POINTERS = {View: 1, Results: 3, Parts: 2, Cut: 3, Reach: 3, Places: 4, Pages: 1, Mask: 1, Slopes: 1, Sinks: 1}
 """How many pointers a record begins with."""
 
 

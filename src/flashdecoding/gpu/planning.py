@@ -30,7 +30,7 @@ TABLE_ROWS = 5
     do_not_specialize=["batch", "capacity", "q_len", "tokens", "window", "workers", "least_tiles", "most_splits"]
 )
 def plan_kernel(
-    seqlens_ptr, kv_begin_ptr, q_offsets_ptr, cut, batch, capacity, q_len, tokens, window, workers, least_tiles,
+    spans, cut, batch, capacity, q_len, tokens, window, workers, least_tiles,
     most_splits, TILE: tl.constexpr, LANES: tl.constexpr, WORKERS: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
     """One program cuts the batch, LANES sequences or WORKERS workers at once. A worker's stretch, or with INVARIANT a
@@ -41,7 +41,7 @@ def plan_kernel(
     for start in range(0, batch, LANES):
         b = start + lanes
         ok = b < batch
-        first, end = reach(seqlens_ptr, kv_begin_ptr, q_offsets_ptr, b, ok, capacity, q_len, tokens, window)
+        first, end = reach(spans, b, ok, capacity, q_len, tokens, window)
         tl.store(cut.table_ptr + SEQLENS * cut.pitch + b, end, mask=ok)
         tl.store(cut.table_ptr + FIRST * cut.pitch + b, first, mask=ok)
         total += tl.sum(tl.where(ok, pieces(end - first, TILE), 0), 0)
@@ -86,16 +86,16 @@ def plan_kernel(
 
 
 @triton.jit
-def reach(seqlens_ptr, kv_begin_ptr, q_offsets_ptr, b, ok, capacity, q_len, tokens, window):
+def reach(spans, b, ok, capacity, q_len, tokens, window):
     """[first, end) of the keys that a sequence's queries may see; empty without queries."""
-    if seqlens_ptr is None:
+    if spans.seqlens_ptr is None:
         end = tl.zeros_like(b) + capacity
     else:
-        end = clamped(seqlens_ptr, b, ok, capacity)
+        end = clamped(spans.seqlens_ptr, b, ok, capacity)
     first = tl.zeros_like(b)
-    if kv_begin_ptr is not None:
-        first = clamped(kv_begin_ptr, b, ok, capacity)
-    _, queries = queries_of(q_offsets_ptr, b, ok, tokens, q_len)
+    if spans.kv_begin_ptr is not None:
+        first = clamped(spans.kv_begin_ptr, b, ok, capacity)
+    _, queries = queries_of(spans.q_offsets_ptr, b, ok, tokens, q_len)
     if window is not None:
         first = tl.maximum(first.to(tl.int64), end - (queries.to(tl.int64) + window - 1)).to(tl.int32)
     return tl.minimum(tl.where(queries > 0, first, end), end), end

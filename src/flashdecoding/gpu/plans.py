@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from flashdecoding.gpu.arguments import Cut
+from flashdecoding.gpu.arguments import Cut, Reach
+from flashdecoding.gpu.direct import Direct, Pointers
 from flashdecoding.gpu.planning import RECORD, TABLE_ROWS, plan_kernel
 from flashdecoding.gpu.shapes import Shape, launch_shape
 from flashdecoding.lengths import DeviceSpans, Lengths, device_lengths, longest_on_gpu, read_lengths
 from flashdecoding.plan import DecodeProblem, SplitPlan
 from flashdecoding.refusal import Refusal
+
+_plan = Direct(plan_kernel)
 
 
 class DeviceCut(NamedTuple):
@@ -51,15 +54,22 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 def cut_on_device(cut: DeviceCut, problem: DecodeProblem, spans: DeviceSpans, longest: int, tokens: int) -> None:
     """Launch the plan of a batch: lengths count as at most ``longest``, packed queries as at most ``tokens``."""
-    shape = cut.shape
-    lanes = min(1024, max(16, triton.next_power_of_2(problem.batch)))
+    shape, lengths = cut.shape, Reach(spans.seqlens, spans.kv_begin, spans.q_offsets)
+
+    def numbers() -> dict[str, Any]:
+        lanes = min(1024, max(16, triton.next_power_of_2(problem.batch)))
+        return {
+            "batch": problem.batch, "capacity": longest, "q_len": problem.q_len, "tokens": tokens,
+            "window": problem.window, "workers": shape.workers, "least_tiles": shape.least_tiles,
+            "most_splits": shape.most_splits, "TILE": shape.block_n, "LANES": lanes,
+            "WORKERS": min(512, triton.next_power_of_2(shape.workers + 1)), "INVARIANT": shape.invariant,
+            "num_warps": 4,
+        }  # fmt: skip
+
     with on(cut.memory.device):
-        plan_kernel[(1,)](
-            spans.seqlens, spans.kv_begin, spans.q_offsets, cut.argument(), problem.batch, longest, problem.q_len,
-            tokens, problem.window, shape.workers, shape.least_tiles, shape.most_splits,
-            TILE=shape.block_n, LANES=lanes, WORKERS=min(512, triton.next_power_of_2(shape.workers + 1)),
-            INVARIANT=shape.invariant, num_warps=4,
-        )  # fmt: skip
+        key = (problem, shape, longest, tokens, *[None if x is None else x.dtype for x in lengths])
+        pointers = Pointers((*lengths, cut.workers, cut.table, cut.items))
+        _plan.launch(key, (1, 1), pointers, lambda: ({"spans": lengths, "cut": cut.argument()}, numbers()))
 
 
 class DevicePlan(SplitPlan):
