@@ -35,6 +35,7 @@ CASES = (
     (Case(FP16, 64, 64, 4, 2, (130, 65), softcap=5.0, sinks=True), "contiguous"),
     (Case(FP32, 64, 64, 8, 1, (300, 64, 0, 7), q_len=8, alibi="batch"), "paged-16"),
     (Case(FP32, 96, 64, 4, 1, (70, 33), latent=True), "contiguous"),
+    (Case(FP16, 64, 64, 4, 1, (300, 130), q_len=9, window=70), "paged-16"),
 )
 NOTHING = {
     name: None
@@ -59,6 +60,8 @@ def main() -> None:
             check_case(case, layout, planned=False)
         check_case(Case(FP32, 64, 64, 8, 2, (130, 65, 0, 700)), "paged-16", planned=True)
         check_offsets_from_nowhere()
+        check_v_wider_than_k()
+        check_lost_pages()
     choose = random.Random(5)
     for number in range(60):
         check_plan(choose, invariant=number % 2 == 1)
@@ -91,6 +94,28 @@ def check_offsets_from_nowhere() -> None:
         lse = launch.decode(call._replace(spans=call.spans._replace(q_offsets=as_tensor(offsets))), None, room[1], True)
         assert bool((room[0] == 7).all() and (room[2] == 7).all()) and lse is not None and not lse.isnan().any()
     print("offsets from nowhere do no harm")
+
+
+def check_v_wider_than_k() -> None:
+    """v begins where k does and goes on: not latent attention, whatever the pointers say."""
+    base = torch.randn(2, 2, 40, 16).to(FP16)
+    problem = Problem(torch.randn(2, 4, 1, 8).to(FP16), base[..., :8], base, {"seqlens": [40, 17]})
+    out = torch.full((2, 4, 1, 16), math.nan, dtype=FP16)
+    assert_within_bound(out, launch.decode(gpu_call(problem), None, out, True), expect(problem), "v wider than k")
+    print("v wider than k: within the bound")
+
+
+def check_lost_pages() -> None:
+    """A page that does not exist makes NaN of the rows that see its key, and of no other."""
+    problem = arrange(Case(FP16, 64, 64, 2, 1, (64,), q_len=3, window=3).build(), "paged-1")
+    for key, lost in ((60, [True, True, False]), (62, [False, True, True]), (58, [False] * 3)):
+        table = problem.options["page_table"].clone()
+        table[0, key] = -1
+        out = torch.zeros_like(problem.q)
+        call = gpu_call(problem)._replace(page_table=table)
+        lse = launch.decode(call, None, out, True)
+        assert lse is not None and lse[0, 0].isnan().tolist() == lost == out[0, 0, :, 0].isnan().tolist(), key
+    print("lost pages reach their rows")
 
 
 def check_plan(choose: random.Random, invariant: bool) -> None:

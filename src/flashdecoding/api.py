@@ -270,6 +270,10 @@ def plan_decode(
         seqlens, q_heads, kv_heads, head_dim, head_dim_v, dtype, q_len, window, max_seqlen, batch_invariant
     )
     if where.type == "cuda":
+        if dtype == torch.float64:
+            raise NotImplementedError(f"plan_decode: dtype is float64 on {where}; only the CPU computes in float64")
+        if not torch.cuda.is_available():
+            raise NotImplementedError(f"plan_decode: device is {where}, and torch finds no GPU here")
         plan: SplitPlan = _gpu_plans().plan_on_device(problem, where, seqlens, max_seqlen, batch_invariant)
         return plan
     lengths = host_lengths(seqlens, problem.batch, LONGEST if max_seqlen is None else max_seqlen, "plan_decode")
@@ -291,8 +295,9 @@ def _gpu() -> ModuleType:
     """The GPU backend; Triton is imported by the first call too."""
     try:
         from flashdecoding.gpu import launch
-    except ModuleNotFoundError as error:
-        raise NotImplementedError(f"the GPU backend needs Triton, which comes with torch on Linux: {error}") from error
+    except ImportError as error:
+        needed = "Triton 3.6 or newer, which comes with torch 2.11 on Linux"
+        raise NotImplementedError(f"the GPU backend needs {needed}: {error}") from error
 
     return launch
 
@@ -324,7 +329,7 @@ def _cut(call: Call, spans: Spans, plan: SplitPlan | None) -> Cut:
     """The plan's splits, or those of this call alone."""
     if plan is not None:
         assert isinstance(plan, HostPlan)
-        return plan.cut
+        return plan.cut_for(spans.seqlens)
     checked = call.checked
     window = None if call.positioned else checked.window
     offsets = spans.q_offsets

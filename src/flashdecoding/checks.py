@@ -66,7 +66,7 @@ def check_call(
     kv_stride: int | None = None,
 ) -> Call:
     """Check everything the host can know. Raises one ValueError that names every reason."""
-    if plan is not None and not hasattr(plan, "problem"):
+    if plan is not None and not hasattr(plan, "is_made_from"):
         raise ValueError(f"{caller}: plan must be a SplitPlan (from plan_decode), got {type(plan).__name__}")
     options = (max_q_len, scale, causal, window, softcap, kv_block, kv_stride)
     tensors = (q, k, v, page_table, cu_q_lens, sinks, alibi_slopes, mask)
@@ -198,11 +198,12 @@ def _check_planned_lengths(refusal: Refusal, checked: Checked, seqlens: Lengths 
         return
     if planned is not None and max(planned, default=0) > capacity:
         read_lengths(refusal, planned, batch, capacity, "plan.seqlens")
-    if seqlens is None or seqlens is plan.seqlens or seqlens is plan.source:
+    if seqlens is None or plan.is_made_from(seqlens):
         return
     if planned is None or (isinstance(seqlens, torch.Tensor) and seqlens.device.type != "cpu"):
-        reason = "lengths on a GPU cannot be compared with the plan's without waiting for it"
-        refusal.unless(False, f"with plan, seqlens may be plan.seqlens or the tensor it was made from: {reason}")
+        reason = "others on a GPU cannot be compared with its lengths without waiting for it"
+        unchanged = "plan.seqlens or the tensor it was made from, unchanged since"
+        refusal.unless(False, f"with plan, seqlens may be {unchanged}: {reason}; call plan.update(seqlens)")
         return
     given = read_lengths(refusal, seqlens, batch, capacity, "seqlens")
     differ = f"seqlens {list(given)} differ from the plan's {list(planned)}"

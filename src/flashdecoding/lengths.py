@@ -104,12 +104,12 @@ def device_lengths(
     numbers = read_lengths(refusal, lengths, batch, most, name)
     if refusal.reasons:
         return None
-    if len(set(numbers)) == 1:
-        return torch.full((batch,), numbers[0], dtype=torch.int64, device=device)
+    if len(set(numbers)) <= 1:
+        return torch.full((batch,), max(numbers, default=0), dtype=torch.int64, device=device)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         refusal.unless(False, f"{name} must be on {device} while a graph is captured, got {list(numbers)} on the host")
         return None
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def device_spans(

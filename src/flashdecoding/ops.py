@@ -72,7 +72,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def bind(decode: Callable[..., Any], partial: Callable[..., Any], resume_plan: Callable[..., Any]) -> None:
     """Give the operators their eager implementations, :func:`decode_attention` and :func:`partial_attention`.
 
-    ``resume_plan(q, k, v, options, arguments)`` makes a plan of the arrays and numbers that stand for it.
+    ``resume_plan(q, k, v, options, memory, max_seqlen, batch_invariant)`` makes a plan of what stands for it.
     """
 
     def options_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[str, ...], call: Any) -> Any:
@@ -122,6 +122,8 @@ def _numbers(value: Any, batch: int) -> torch.Tensor | None:
     if value is None or isinstance(value, torch.Tensor):
         return value
     numbers = [value] * batch if isinstance(value, int) else list(value)
+    if not all(isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in numbers):
+        raise ValueError(f"decode_attention or partial_attention, traced: lengths must be ints, got {value!r}")
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
@@ -131,7 +133,7 @@ def _planned(options: dict[str, Any]) -> dict[str, Any]:
     if plan is None:
         return {}
     if options["seqlens"] is not None and options["seqlens"] is not plan.seqlens:
-        raise ValueError("in a traced call, which cannot compare lengths, give either plan or seqlens")
+        raise ValueError("decode_attention or partial_attention, traced, cannot compare lengths: give plan or seqlens")
     planned: dict[str, Any] = plan.operator_arguments()
     options["seqlens"] = planned.pop("seqlens", None)
     return planned
@@ -159,6 +161,8 @@ def traced_partial(
     """(m, l, o) by way of the operator."""
     batch = q.shape[0] if options["cu_q_lens"] is None else options["cu_q_lens"].shape[0] - 1
     planned = _planned(options)
+    if type(options["kv_start"]) is int and options["kv_start"] == 0:  # not a piece further on
+        options["kv_start"] = None
     for name in ("seqlens", "kv_begin", "q_start", "kv_start"):
         options[name] = _numbers(options[name], batch)
     call = [options[name] for name in _PARTIAL_NAMES]

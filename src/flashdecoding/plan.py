@@ -88,8 +88,6 @@ class SplitPlan(ABC):
         max_seqlen: longest length that :meth:`update` takes.
         batch_invariant: a sequence's splits do not depend on the rest of the batch (on the CPU they never do).
         where: torch device of the arrays and of the calls.
-        lengths: the lengths as numbers; None if they came as a tensor on a GPU.
-        source: that tensor.
 
     The arrays are not to be written; :meth:`update` rewrites them in place. A plan for a GPU keeps them there:
     :attr:`num_splits` and :meth:`splits_of` wait for it, calls and :meth:`update` do not.
@@ -100,8 +98,6 @@ class SplitPlan(ABC):
     max_seqlen: int
     batch_invariant: bool
     where: torch.device
-    lengths: tuple[int, ...] | None
-    source: torch.Tensor | None
     seqlens: torch.Tensor
     split_offsets: Int32Array | torch.Tensor
 
@@ -113,6 +109,15 @@ class SplitPlan(ABC):
             ValueError: another batch size, a negative length, or one past ``max_seqlen``; the plan stays as it was.
                 Lengths that are on a GPU are not looked at: there they count as the nearest that is allowed.
         """
+
+    @property
+    @abstractmethod
+    def lengths(self) -> tuple[int, ...] | None:
+        """The lengths as numbers; None if they came as a tensor on a GPU."""
+
+    @abstractmethod
+    def is_made_from(self, seqlens: object) -> bool:
+        """Whether these are the plan's lengths, as can be told without a look at them."""
 
     @property
     @abstractmethod
@@ -129,9 +134,9 @@ class SplitPlan(ABC):
 
 
 class HostPlan(SplitPlan):
-    """A plan for the CPU. Its arrays cannot be written.
+    """A plan for the CPU.
 
-    Attributes:
+    Attributes (which cannot be written):
         first: (batch,) int32, key at which split 0 begins (after 0 only with a window).
         split_keys: (batch,) int32, keys a split; the last may be short.
     """
@@ -151,9 +156,8 @@ class HostPlan(SplitPlan):
         table = np.zeros((4, problem.batch + 1), np.int32)
         self._table = table
         self.where = torch.device("cpu")
-        self.lengths = (0,) * problem.batch
-        self.source = None
-        self.cut = Cut((0,) * problem.batch, (device.least_split,) * problem.batch, (0,) * (problem.batch + 1))
+        nothing = Cut((0,) * problem.batch, (device.least_split,) * problem.batch, (0,) * (problem.batch + 1))
+        self._state = (0,) * problem.batch, nothing
         self.seqlens = torch.from_numpy(table[0, : problem.batch])
         self.first = _read_only(table[1, : problem.batch])
         self.split_keys = _read_only(table[2, : problem.batch])
@@ -164,13 +168,25 @@ class HostPlan(SplitPlan):
 
     def rewrite(self, lengths: tuple[int, ...]) -> None:
         """:meth:`update` for lengths that are checked already."""
-        batch = self.problem.batch
-        self.lengths = lengths
-        self.cut = cut_batch(
-            lengths, (self.problem.q_len,) * batch, self.problem.window, self.problem.kv_heads, self.device
-        )
-        self._table[0, :batch], self._table[1, :batch] = lengths, self.cut.first
-        self._table[2, :batch], self._table[3] = self.cut.split_keys, self.cut.split_offsets
+        batch, cut = self.problem.batch, self.cut_for(lengths)
+        self._state = lengths, cut  # at once: calls in other threads see the old lengths and cut, or the new
+        self._table[0, :batch], self._table[1, :batch] = lengths, cut.first
+        self._table[2, :batch], self._table[3] = cut.split_keys, cut.split_offsets
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._state[0]
+
+    def cut_for(self, lengths: tuple[int, ...]) -> Cut:
+        """The cut of lengths that a call has read from the plan, whatever an update has done since."""
+        planned, cut = self._state
+        if planned is lengths:
+            return cut
+        p = self.problem
+        return cut_batch(lengths, (p.q_len,) * p.batch, p.window, p.kv_heads, self.device)
+
+    def is_made_from(self, seqlens: object) -> bool:
+        return False  # comparing them costs little
 
     @property
     def num_splits(self) -> int:
@@ -188,7 +204,7 @@ class HostPlan(SplitPlan):
         return _rebuild, (self.problem, self.device, self.max_seqlen, self.batch_invariant, self.lengths)
 
     def __repr__(self) -> str:
-        lengths = list(self.lengths or ())
+        lengths = list(self.lengths)
         shown = str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"
         return f"SplitPlan({self.problem}, device={self.device.name!r}, seqlens={shown}, splits={self.num_splits})"
 

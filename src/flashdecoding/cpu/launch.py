@@ -125,10 +125,10 @@ def run(call: Call, cut: Cut, results: Results) -> None:
             mask=call.mask, out=results.out, lse=results.lse, m=results.m, l=results.l,
         ),
     ).pack()  # fmt: skip
-    _clear_unused(spans.q_offsets, results)
     run_parallel(launch.split_worker, arguments, threads)
     merging = table.parts * launch.part_sums >= THREAD_WORK // 4
     run_parallel(launch.merge_worker, arguments, threads if merging else 1)
+    _clear_unused(spans.q_offsets, results)  # last, since out may lie where an input does
     give_back(workspace)
 
 
@@ -208,7 +208,8 @@ def _clear_unused(q_offsets: tuple[int, ...] | None, results: Results) -> None:
 
 
 def _as_float64(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return tensor.to(torch.float64).expand(shape).contiguous()
+    """A copy: ``out`` may lie where the tensor does."""
+    return tensor.to(torch.float64, copy=True).expand(shape).contiguous()
 
 
 def _addresses(launch: Launch, **tensors: torch.Tensor | None) -> list[int]:

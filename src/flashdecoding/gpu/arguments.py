@@ -133,10 +133,6 @@ class Slopes(NamedTuple):
         return cls(slopes, slopes.stride(0) if slopes.dim() == 2 else 0)
 
 
-POINTERS = {View: 1, Results: 3, Parts: 2, Cut: 3, Reach: 3, Places: 4, Pages: 1, Mask: 1, Slopes: 1, Sinks: 1}
-"""How many pointers a record begins with."""
-
-
 class Blocks(NamedTuple):
     """Keys of a round-robin shard stand together in blocks: keys a block, and from one block to the next."""
 

@@ -12,27 +12,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashdecoding.gpu.arguments import POINTERS
-
 MOST_KNOWN = 4096  # kinds of launch
+OPTIONS = frozenset(("num_warps", "launch_pdl"))  # Triton's own
 
 
 class Pointers:
     """The tensors of one call, for all of its kernels: what they take of each is its address."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        self.tensors = tensors
         self.addresses = [None if x is None else x.data_ptr() for x in tensors]
         self.kinds = tuple([at if at is None else at % 16 == 0 for at in self.addresses])
 
 
 class _Record(NamedTuple):
-    """An argument with pointers: its place among the kernel's, theirs among the call's (None: not given), and the rest
-    of it.
-    """
+    """An argument with pointers: its place among the kernel's, theirs among the call's, and the rest of it."""
 
     place: int
-    pointers: tuple[int | None, ...]
+    pointers: range
     rest: tuple[Any, ...]
 
 
@@ -44,10 +40,13 @@ class _Known(NamedTuple):
 
 
 class Direct:
-    """One kernel."""
+    """One kernel. ``roles`` says where among a call's pointers those of an argument are, by the argument's name: they
+    are the first fields of a record.
+    """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, roles: Mapping[str, range]) -> None:
         self._kernel = kernel
+        self._roles = roles
         self._known: dict[Hashable, _Known] = {}
 
     def launch(
@@ -59,34 +58,33 @@ class Direct:
     ) -> None:
         """Launch on the current device and stream.
 
-        ``given()`` is asked in the first launch of a kind: the arguments with pointers, records of the kinds in
-        ``arguments.POINTERS`` or None, and all others and Triton's options, which follow from ``key``.
+        ``given()`` is asked in the first launch of a kind: the arguments with pointers, records or None, and all others
+        and Triton's options, which follow from ``key``.
         """
         kind = (key, grid, pointers.kinds)
         known = self._known.get(kind)
         if known is None:
-            self._first(kind, grid, pointers, *given())
+            self._first(kind, grid, *given())
             return
         addresses, arguments = pointers.addresses, known.arguments.copy()
         for place, taken, rest in known.records:
-            arguments[place] = (*[None if at is None else addresses[at] for at in taken], *rest)
+            arguments[place] = (*addresses[taken.start : taken.stop], *rest)
         known.compiled[known.grid](*arguments, stream=_stream())
 
     def _first(
-        self, kind: Hashable, grid: tuple[int, int], pointers: Pointers, records: Mapping[str, Any],
-        others: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+        self, kind: Hashable, grid: tuple[int, int], records: Mapping[str, Any], others: Mapping[str, Any]
+    ) -> None:
         """Launch by way of the front end, and remember what it compiled."""
+        names = self._kernel.arg_names
+        assert set(names) == {*records, *others} - OPTIONS, "arguments that are missing, or not the kernel's"
         compiled = self._kernel[grid](**records, **others)
         if compiled is None:  # Triton's interpreter
             return
-        names, tensors = self._kernel.arg_names, list(map(id, pointers.tensors))
-        taken = []
-        for name, record in records.items():
-            if record is not None:
-                number = POINTERS[type(record)]
-                places = tuple(None if x is None else tensors.index(id(x)) for x in record[:number])
-                taken.append(_Record(names.index(name), places, tuple(record[number:])))
+        taken = [
+            _Record(names.index(name), self._roles[name], tuple(record[len(self._roles[name]) :]))
+            for name, record in records.items()
+            if record is not None
+        ]
         if len(self._known) >= MOST_KNOWN:
             oldest, *_ = list(self._known)  # a list, since other threads add meanwhile
             self._known.pop(oldest, None)

@@ -37,7 +37,14 @@ if TYPE_CHECKING:
 MERGED_SPLITS, MERGED_COLUMNS = 64, 32  # a tile of stage 2
 FEW_ROWS = 512  # up to which stage 2 has a program for each column block of a row
 
-_split, _merge = Direct(split_kernel), Direct(merge_kernel)
+# Where an argument's pointers are in `Given.pointers`.
+SHARED = {
+    "out": range(0, 1), "results": range(1, 4), "parts": range(4, 6), "cut": range(6, 9), "places": range(9, 13),
+    "sinks": range(13, 14),
+}  # fmt: skip
+OWN = {name: range(at, at + 1) for at, name in enumerate(("q", "k", "v", "pages", "mask", "slopes"), 14)}
+
+_split, _merge = Direct(split_kernel, {**OWN, **SHARED}), Direct(merge_kernel, SHARED)
 
 
 class Given(NamedTuple):
@@ -59,8 +66,8 @@ class Given(NamedTuple):
         m, l = self.state or (None, None)
         _, kv_begin, q_offsets, q_start, kv_start = cast(DeviceSpans, call.spans)
         return Pointers((
-            call.q, call.k, call.v, self.out, self.lse, m, l, *self.parts, cut.workers, cut.table, cut.items, kv_begin,
-            q_offsets, q_start, kv_start, call.page_table, self.mask, self.slopes, self.sinks,
+            self.out, self.lse, m, l, *self.parts, cut.workers, cut.table, cut.items, kv_begin, q_offsets, q_start,
+            kv_start, self.sinks, call.q, call.k, call.v, call.page_table, self.mask, self.slopes,
         ))  # fmt: skip
 
     def shared(self) -> dict[str, Any]:
@@ -162,7 +169,7 @@ def _split_numbers(call: Call, shape: Shape, latent: bool) -> dict[str, Any]:
     differ = c.q_len > 1 or call.mask is not None
     return {
         **_common_numbers(c, shape), "blocks": blocks_of(call), "scores": _scores(c, call.alibi_slopes is not None),
-        "cap": c.softcap, "window": c.window, "capacity": min(c.capacity, longest_on_gpu(c.batch)), "D": c.head_dim,
+        "cap": _cap(c), "window": c.window, "capacity": min(c.capacity, longest_on_gpu(c.batch)), "D": c.head_dim,
         "D0": shape.d[0], "D1": shape.d[1], "E0": shape.e[0], "E1": shape.e[1], "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n, "LEVELS": shape.block_n.bit_length() - 1, "PAGE_SIZE": c.page_size,
         "WIDE": _wide(call.k) or _wide(call.v), "CAUSAL": c.causal and (c.q_len > 1 or call.positioned),
@@ -188,7 +195,13 @@ def _scores(c: Checked, alibi: bool) -> Scores:
     if abs(c.scale) < torch.finfo(torch.float32).smallest_normal:
         return Scores(1.0, 0.0, 1.0)
     size = abs(c.scale)
-    return Scores(1.0 if alibi or c.softcap is not None else size, math.copysign(1.0, c.scale), size)
+    return Scores(1.0 if alibi or _cap(c) is not None else size, math.copysign(1.0, c.scale), size)
+
+
+def _cap(c: Checked) -> float | None:
+    """A soft cap past float32 caps nothing; one below its normal range leaves scores of that size."""
+    info = torch.finfo(torch.float32)
+    return None if c.softcap is None or c.softcap > info.max else max(c.softcap, info.smallest_normal)
 
 
 def _wide(cache: torch.Tensor) -> bool:
@@ -200,4 +213,5 @@ def _wide(cache: torch.Tensor) -> bool:
 def _latent(call: Call, shape: Shape) -> bool:
     """Whether v is the first columns of k, so that one load serves both."""
     k, v = call.k, call.v
-    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and shape.e == (shape.d[0], 0)
+    same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and v.shape[3] <= k.shape[3]
+    return same and shape.e == (shape.d[0], 0)

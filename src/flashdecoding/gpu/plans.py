@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from flashdecoding import validate
 from flashdecoding.gpu.arguments import Cut, Reach
 from flashdecoding.gpu.direct import Direct, Pointers
-from flashdecoding.gpu.planning import RECORD, TABLE_ROWS, plan_kernel
+from flashdecoding.gpu.planning import OFFSETS, RECORD, SEQLENS, TABLE_ROWS, plan_kernel
 from flashdecoding.gpu.shapes import Shape, launch_shape
 from flashdecoding.lengths import DeviceSpans, Lengths, device_lengths, longest_on_gpu, read_lengths
 from flashdecoding.plan import DecodeProblem, SplitPlan
 from flashdecoding.refusal import Refusal
 
-_plan = Direct(plan_kernel)
+_plan = Direct(plan_kernel, {"spans": range(0, 3), "cut": range(3, 6)})
 
 
 class DeviceCut(NamedTuple):
@@ -81,21 +82,37 @@ class DevicePlan(SplitPlan):
         self.max_seqlen = max_seqlen
         self.batch_invariant = cut.shape.invariant
         self.where = cut.memory.device
-        self.lengths = self.source = None
+        self._lengths: tuple[int, ...] | None = None
+        self._made_from: dict[int, tuple[torch.Tensor, int]] = {}  # tensors with the plan's lengths, by id; versions
         self.cut = cut
-        self.seqlens, self.split_offsets = cut.table[0, : problem.batch], cut.table[3, : problem.batch + 1]
+        self.seqlens, self.split_offsets = (
+            cut.table[SEQLENS.value, : problem.batch],
+            cut.table[OFFSETS.value, : problem.batch + 1],
+        )
 
     def update(self, seqlens: Lengths) -> None:
         batch, refusal = self.problem.batch, Refusal("SplitPlan.update")
         on_device = isinstance(seqlens, torch.Tensor) and seqlens.device == self.where
         lengths = None if on_device else read_lengths(refusal, seqlens, batch, self.max_seqlen, "seqlens")
+        if on_device and validate.WANTED and not torch.cuda.is_current_stream_capturing():
+            read_lengths(refusal, seqlens.cpu(), batch, self.max_seqlen, "seqlens")  # type: ignore[union-attr]
         placed = device_lengths(
             refusal, seqlens if lengths is None else lengths, batch, self.max_seqlen, self.where, "seqlens"
         )
         refusal.raise_if_any()
         if batch:
             cut_on_device(self.cut, self.problem, DeviceSpans(placed, None, None, None, None), self.max_seqlen, 0)
-        self.lengths, self.source = lengths, seqlens if isinstance(seqlens, torch.Tensor) and on_device else None
+        self._lengths = lengths
+        sources = (self.seqlens, *([seqlens] if isinstance(seqlens, torch.Tensor) and on_device else []))
+        self._made_from = {id(x): (x, _version(x)) for x in sources}
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        return self._lengths
+
+    def is_made_from(self, seqlens: object) -> bool:
+        known = self._made_from.get(id(seqlens))
+        return known is not None and known[1] == _version(known[0])
 
     @property
     def num_splits(self) -> int:
@@ -116,6 +133,11 @@ class DevicePlan(SplitPlan):
     def __repr__(self) -> str:
         shown = f"on {self.where}" if self.lengths is None else str(list(self.lengths))
         return f"SplitPlan({self.problem}, device={self.device.name!r}, seqlens={shown})"
+
+
+def _version(x: torch.Tensor) -> int:
+    """Counts the changes of a tensor in place, where torch does."""
+    return 0 if x.is_inference() else x._version
 
 
 def plan_on_device(

@@ -66,7 +66,7 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
         most_parts = min(most_items, 2 * (workers - 1))  # each border of two workers makes two at most
     return Shape(
         model, batch_invariant, block_m, row_blocks, block_n, stages, warps, d, e, workers, least_tiles, most_splits,
-        most_items, most_parts, dependent,
+        most_items, most_parts, dependent and most_items > 0,
     )  # fmt: skip
 
 

@@ -309,10 +309,12 @@ def weigh_by_key(
 def lacks_pages(pages, page_row, begin, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Whether a page that keys [begin, end) stand on does not exist."""
     lost = tl.zeros([BLOCK], tl.int32)
-    for start in range(begin // PAGE_SIZE, (end + PAGE_SIZE - 1) // PAGE_SIZE, BLOCK):
+    past = end // PAGE_SIZE + (end % PAGE_SIZE != 0).to(tl.int32)
+    past = tl.where(begin < end, past, 0)
+    for start in range(begin // PAGE_SIZE, past, BLOCK):
         number = start + tl.arange(0, BLOCK)
-        wanted = number < (end + PAGE_SIZE - 1) // PAGE_SIZE
-        page = tl.load(page_row + number.to(tl.int64) * pages.stride_p, mask=wanted & (begin < end), other=0)
+        wanted = number < past
+        page = tl.load(page_row + number.to(tl.int64) * pages.stride_p, mask=wanted, other=0)
         lost = lost | (wanted & ((page < 0) | (page >= pages.pages))).to(tl.int32)
     return tl.max(lost, 0) != 0
 

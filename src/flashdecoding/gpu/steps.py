@@ -58,7 +58,7 @@ def key_position(key, kv_start, blocks):
     if blocks is None:
         position = kv_start + key
     else:
-        position = kv_start + key // blocks.size * blocks.stride + key % blocks.size
+        position = kv_start + (key // blocks.size).to(tl.int64) * blocks.stride + key % blocks.size
     return position
 
 
@@ -173,7 +173,7 @@ def normaliser(m, l, sink_rows):
         top = tl.maximum(m, sink_rows)
         weight = tl.exp2((m - top) * LOG2_E)
         factor = weight / (l * weight + tl.exp2((sink_rows - top) * LOG2_E))
-        factor = tl.where(sink_rows == INFINITY, 0.0, factor)
+        factor = tl.where((sink_rows == INFINITY) & (l == l), 0.0, factor)
     return tl.where(l == 0.0, 0.0, factor)
 
 
