@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashdecoding import decode_attention, partial_attention, plan_decode
 from flashdecoding.cpu import threads
+from flashdecoding.plan import HostPlan
 from flashdecoding.testing import Case, Problem, assert_same_bits, assert_within_bound, expect
 
 
@@ -294,3 +295,38 @@ def test_a_subclass_without_behaviour_is_a_tensor(which: tuple[int, ...]) -> Non
     out = decode_attention(*tensors, **problem.options)
     assert_same_bits(out.as_subclass(torch.Tensor), wanted)
     assert partial_attention(*tensors, **problem.options).o.shape == wanted.shape
+
+
+def test_out_may_lie_where_an_input_does() -> None:
+    """Rows that belong to no sequence are cleared last, and sinks are read before they are written over."""
+    k, v = torch.randn(2, 2, 300, 64), torch.randn(2, 2, 300, 64)
+    offsets = torch.tensor([0, 1, 2], dtype=torch.int32)
+    room = torch.randn(1, 4, 7, 64)
+    wanted = decode_attention(room[:, :, 2:7].clone(), k, v, cu_q_lens=offsets, max_q_len=1)
+    assert_same_bits(
+        decode_attention(room[:, :, 2:7], k, v, cu_q_lens=offsets, max_q_len=1, out=room[:, :, :5]), wanted
+    )
+    q, room = torch.randn(2, 4, 1, 64).double(), torch.zeros(2, 4, 1, 64).double()
+    sinks = room.view(-1)[:4].copy_(torch.arange(4.0))
+    wanted = decode_attention(q, k.double(), v.double(), sinks=sinks.clone())
+    assert_same_bits(decode_attention(q, k.double(), v.double(), sinks=sinks, out=room), wanted)
+
+
+def test_traced_lengths_must_be_whole_numbers() -> None:
+    class Traced(torch.Tensor):
+        pass
+
+    q, k = torch.randn(2, 4, 1, 64).as_subclass(Traced), torch.randn(2, 2, 30, 64)
+    for bad in ([2.9, 3.9], [True, False], True):
+        with pytest.raises(ValueError, match="must be ints"):
+            decode_attention(q, k, k, seqlens=bad)  # type: ignore[arg-type]
+
+
+def test_an_update_beside_a_call_is_seen_whole() -> None:
+    """A call that has read the lengths cuts by them, even if the plan has others by then."""
+    plan = plan_decode([3000, 2900], q_heads=4, kv_heads=2, head_dim=64, dtype=torch.float32)
+    assert isinstance(plan, HostPlan)
+    read = plan.lengths
+    cut = plan.cut_for(read)
+    plan.update([600, 500])
+    assert plan.cut_for(read) == cut != plan.cut_for(plan.lengths)

@@ -53,7 +53,7 @@ def decode_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention of a few queries over a long KV cache (2.1.1), cut into splits that run in parallel (2.5).
+    """Exact attention of a few queries over a long KV cache (2.1), cut into splits that run in parallel (2.5).
 
     Axes are (batch, heads, sequence, head_dim) with any strides; a cache stored sequence-first is passed as the view
     ``k_cache.transpose(1, 2)``, without a copy. A key is visible to a query if it is within the length AND not before

@@ -1,7 +1,7 @@
 """Direct attention in float64 with every argument of `decode_attention`: the oracle of the kernels' tests.
 
 Nothing here is tiled or merged. Per sequence, all keys within its length are gathered, whole rows of scores are formed,
-and one softmax and one product with V follow (algorithm, 2.1.1, 2.3.1 and o_direct of 2.6), so that an error in the
+and one softmax and one product with V follow (algorithm, 2.1, 2.3.1 and o_direct of 2.6), so that an error in the
 tiled code cannot hide behind the same error here.
 """
 
@@ -55,7 +55,7 @@ def reference_attention(
     kv_block: int | None = None,
     kv_stride: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention by its definition (algorithm, 2.1.1), in float64 on q's device, one whole softmax per row.
+    """Attention by its definition (algorithm, 2.1), in float64 on q's device, one whole softmax per row.
 
     Shapes and meanings are those of `decode_attention`; `q_start`, `kv_start`, `kv_block`, `kv_stride` are those of
     `partial_attention`: local key j stands at position kv_start + (j // kv_block) * kv_stride + j % kv_block (without

@@ -185,7 +185,7 @@ def flash_decode(
 
 
 def direct_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) V over all keys at once, (B, H, q_len, Dv) (algorithm, 2.1.1, and o_direct of 2.6)."""
+    """softmax(q k^T / sqrt(D)) V over all keys at once, (B, H, q_len, Dv) (algorithm, 2.1, and o_direct of 2.6)."""
     return safe_softmax(attention_scores(q, k, scale=scale)) @ v.double()
 
 
