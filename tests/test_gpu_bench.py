@@ -648,7 +648,7 @@ def test_the_reader_loads_16_bytes_at_a_time() -> None:
     triton.compile(ASTSource(empty_kernel, {"x_ptr": "*i32"}), target=GPUTarget("cuda", 90, 32))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: it captures and replays CUDA graphs")
 def test_small_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_timing, "READ_BYTES", 64 << 20)
     device = torch.device("cuda", torch.cuda.current_device())

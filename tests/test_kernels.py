@@ -32,20 +32,19 @@ STACK = {
 }
 """Bytes of local memory a thread that wide rows, float64 and strided columns take; all others take none."""
 
-TOO_MUCH_SHARED: dict[str, int] = {}
 TOO_MUCH_STACK = {
     "bf16-d96v33-contiguous-q5-g16-window-sm_90": 16,
     "fp16-d128-paged-1-ragged-g71-state-sm_100": 176,
 }
-"""Defects: calls whose kernels take too many bytes of a block's shared memory, or of a thread's stack."""
+"""Known defects, in bytes of local memory a thread."""
 
 
-def _calls(defects: dict[str, int], what: str) -> list[object]:
+def _calls(defects: dict[str, int]) -> list[object]:
     """The calls as parameters; those with a defect are expected to fail."""
     parameters = []
     for call in CALLS:
         name = "-".join(map(str, call))
-        reason = f"takes {defects.get(name)} bytes of {what}"
+        reason = f"known defect: {defects.get(name)} bytes of registers spill to memory; that is slower, not wrong"
         marks = [pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason)] if name in defects else []
         parameters.append(pytest.param(call, id=name, marks=marks))
     return parameters
@@ -60,7 +59,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
         yield {call: pool.submit(kernels_of, *call) for call in calls}
 
 
-@pytest.mark.parametrize("call", _calls(TOO_MUCH_SHARED, "shared memory"))
+@pytest.mark.parametrize("call", _calls({}))
 def test_kernels_compile_and_fit_a_block(call: tuple[Variant, str], compiled: Compiled) -> None:
     kernels = finished(compiled[call], *call)
     assert [kernel.name for kernel in kernels] == ["plan_kernel", "split_kernel", "merge_kernel"]
@@ -68,8 +67,11 @@ def test_kernels_compile_and_fit_a_block(call: tuple[Variant, str], compiled: Co
         assert kernel.shared <= TARGETS[call[1]].shared, kernel
 
 
-@pytest.mark.skipif(not triton.__version__.startswith(MEASURED_WITH), reason=f"measured with Triton {MEASURED_WITH}x")
-@pytest.mark.parametrize("call", _calls(TOO_MUCH_STACK, "stack"))
+@pytest.mark.skipif(
+    not triton.__version__.startswith(MEASURED_WITH),
+    reason=f"what stays in registers is up to Triton's ptxas; the numbers are those of Triton {MEASURED_WITH}x",
+)
+@pytest.mark.parametrize("call", _calls(TOO_MUCH_STACK))
 def test_kernels_keep_to_registers(call: tuple[Variant, str], compiled: Compiled) -> None:
     for kernel in finished(compiled[call], *call):
         assert kernel.registers > 0

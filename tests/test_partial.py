@@ -8,7 +8,7 @@ import torch
 from backends import decode, on_every_backend, skip_unless_supported
 from torch import Tensor
 
-from flashdecoding import AttentionState, merge_states, partial_attention
+from flashdecoding import AttentionState, merge_states, partial_attention, plan_decode
 from flashdecoding.testing import Case, Problem, arrange, assert_within_bound, expect
 
 FP32 = (torch.float32, 64, 64)
@@ -144,3 +144,16 @@ def test_positions_past_2_to_31(backend: str) -> None:
         _partial(problem, slice(77, None), kv_start=start + 77, q_start=start + 125),
     ]
     _check(merge_states(states), problem, case)
+
+
+@on_every_backend
+def test_pieces_with_a_plan(backend: str) -> None:
+    """A plan without a window serves pieces at any position."""
+    case = Case(*BF16, 8, 2, (3000, 700), spare=0)
+    problem = case.build(backend)
+    lens = problem.options["seqlens"]
+    first = partial_attention(problem.q, problem.k[:, :, :512], problem.v[:, :, :512], q_start=lens - 1)
+    plan = plan_decode(lens - 512, q_heads=8, kv_heads=2, head_dim=128, dtype=case.dtype, device=backend)
+    tail = problem.k[:, :, 512:], problem.v[:, :, 512:]
+    rest = partial_attention(problem.q, *tail, plan=plan, kv_start=512, q_start=lens - 1)
+    _check(first.merge(rest), problem, case)

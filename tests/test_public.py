@@ -15,7 +15,7 @@ PACKAGE = Path(flashdecoding.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
-    {"refusal"},
+    {"refusal", "remember"},
     {"signature"},
     {"lengths"},
     {"checks", "plan"},  # checks names SplitPlan in annotations

@@ -8,19 +8,15 @@ import numpy as np
 import torch
 
 from flashdecoding.testing import Case
+from flashdecoding.testing.cases import FEATURES as SINGLE
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LATENT = (576, 512)
 HEADS = {1: (4, 4), 4: (8, 2), 16: (16, 1), 71: (71, 1)}  # by group size
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "window": {"window": 37},
-    "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": True},
-    "alibi": {"alibi": "batch"},
-    "mask": {"mask": "full"},
-    "tree": {"mask": "trees"},
-    "window+sinks": {"window": 37, "sinks": True},
+    **{name: SINGLE[name] for name in ("window", "softcap", "sinks", "alibi-batch", "mask-full", "trees")},
+    "window+sinks": {**SINGLE["window"], **SINGLE["sinks"]},
     "state": {},
 }
 SHARD: dict[str, Any] = {"q_start": 200, "kv_start": 16, "kv_block": 16, "kv_stride": 32}  # what a state is computed of

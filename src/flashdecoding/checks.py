@@ -6,17 +6,16 @@ checked once (`signature.py`); what depends on values, lengths above all, is che
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from flashdecoding.lengths import DeviceSpans, Lengths, Spans, device_spans, read_lengths, read_offsets
+from flashdecoding.plan import SplitPlan
 from flashdecoding.refusal import Refusal
+from flashdecoding.remember import remember
 from flashdecoding.signature import Checked, Facts, Signature, check_signature
-
-if TYPE_CHECKING:
-    from flashdecoding.plan import SplitPlan
 
 _MOST_KNOWN = 4096
 _known: dict[tuple[Any, ...], Checked] = {}
@@ -66,7 +65,7 @@ def check_call(
     kv_stride: int | None = None,
 ) -> Call:
     """Check everything the host can know. Raises one ValueError that names every reason."""
-    if plan is not None and not hasattr(plan, "is_made_from"):
+    if plan is not None and not isinstance(plan, SplitPlan):
         raise ValueError(f"{caller}: plan must be a SplitPlan (from plan_decode), got {type(plan).__name__}")
     options = (max_q_len, scale, causal, window, softcap, kv_block, kv_stride)
     tensors = (q, k, v, page_table, cu_q_lens, sinks, alibi_slopes, mask)
@@ -120,10 +119,7 @@ def _recall(
     facts = (*map(Facts.of, tensors[:3]), *map(Facts.of_given, tensors[3:]))
     checked = check_signature(Signature._make((caller, *facts, *options, has_lengths, has_q_start)))
     if key:
-        if len(_known) >= _MOST_KNOWN:
-            oldest, *_ = list(_known)  # a list, since other threads add meanwhile
-            _known.pop(oldest, None)
-        return _known.setdefault(key, checked)
+        return remember(_known, key, checked, _MOST_KNOWN)
     return checked
 
 

@@ -99,7 +99,9 @@ def device_lengths(
             refusal.unless(whole, f"{name} must be int32 or int64, got {lengths.dtype}")
             shape = tuple(lengths.shape)
             refusal.unless(shape in ((), (batch,)), f"{name} must have shape ({batch},), got {shape}")
-            return None if refusal.reasons else lengths.expand(batch).contiguous()
+            if refusal.reasons:
+                return None
+            return lengths if shape and lengths.is_contiguous() else lengths.expand(batch).contiguous()
         return None
     numbers = read_lengths(refusal, lengths, batch, most, name)
     if refusal.reasons:

@@ -117,23 +117,23 @@ def traced(q: Any, k: Any, v: Any) -> bool:
     return any(isinstance(t, plain) and type(t) not in (plain, torch.nn.Parameter) for t in (q, k, v))
 
 
-def _numbers(value: Any, batch: int) -> torch.Tensor | None:
+def _numbers(caller: str, name: str, value: Any, batch: int) -> torch.Tensor | None:
     """Host lengths as a tensor that can be traced."""
     if value is None or isinstance(value, torch.Tensor):
         return value
     numbers = [value] * batch if isinstance(value, int) else list(value)
     if not all(isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in numbers):
-        raise ValueError(f"decode_attention or partial_attention, traced: lengths must be ints, got {value!r}")
+        raise ValueError(f"{caller}: {name} must be ints, got {value!r}")
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def _planned(options: dict[str, Any]) -> dict[str, Any]:
+def _planned(caller: str, options: dict[str, Any]) -> dict[str, Any]:
     """Takes the plan out of the options; the arguments that stand for it beside them."""
     plan = options.pop("plan")
     if plan is None:
         return {}
     if options["seqlens"] is not None and options["seqlens"] is not plan.seqlens:
-        raise ValueError("decode_attention or partial_attention, traced, cannot compare lengths: give plan or seqlens")
+        raise ValueError(f"{caller}: a traced call cannot compare seqlens with the plan's: give one of them")
     planned: dict[str, Any] = plan.operator_arguments()
     options["seqlens"] = planned.pop("seqlens", None)
     return planned
@@ -144,9 +144,9 @@ def traced_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by way of the operators."""
     batch = q.shape[0] if options["cu_q_lens"] is None else options["cu_q_lens"].shape[0] - 1
-    planned = _planned(options)
+    planned = _planned("decode_attention", options)
     for name in ("seqlens", "kv_begin"):
-        options[name] = _numbers(options[name], batch)
+        options[name] = _numbers("decode_attention", name, options[name], batch)
     call = [options[name] for name in _NAMES]
     if out is None:
         fresh: tuple[torch.Tensor, torch.Tensor] = torch.ops.flashdecoding.decode_attention(q, k, v, *call, **planned)
@@ -160,11 +160,11 @@ def traced_partial(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(m, l, o) by way of the operator."""
     batch = q.shape[0] if options["cu_q_lens"] is None else options["cu_q_lens"].shape[0] - 1
-    planned = _planned(options)
+    planned = _planned("partial_attention", options)
     if type(options["kv_start"]) is int and options["kv_start"] == 0:  # not a piece further on
         options["kv_start"] = None
     for name in ("seqlens", "kv_begin", "q_start", "kv_start"):
-        options[name] = _numbers(options[name], batch)
+        options[name] = _numbers("partial_attention", name, options[name], batch)
     call = [options[name] for name in _PARTIAL_NAMES]
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.flashdecoding.partial_attention(
         q, k, v, *call, **planned

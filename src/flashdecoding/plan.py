@@ -132,6 +132,14 @@ class SplitPlan(ABC):
     def operator_arguments(self) -> dict[str, Any]:
         """What stands for the plan among the arguments of an operator: tensors and numbers."""
 
+    def __repr__(self) -> str:
+        lengths = self.lengths
+        shown = f"on {self.where}" if lengths is None else ", ".join(map(str, lengths[:8]))
+        if lengths is not None:
+            shown = f"[{shown}{', ...' if len(lengths) > 8 else ''}]"
+        splits = f", splits={self.num_splits}" if self.where.type == "cpu" else ""  # a GPU would have to be waited for
+        return f"SplitPlan({self.problem}, device={self.device.name!r}, seqlens={shown}{splits})"
+
 
 class HostPlan(SplitPlan):
     """A plan for the CPU.
@@ -202,11 +210,6 @@ class HostPlan(SplitPlan):
     def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles have arrays of their own."""
         return _rebuild, (self.problem, self.device, self.max_seqlen, self.batch_invariant, self.lengths)
-
-    def __repr__(self) -> str:
-        lengths = list(self.lengths)
-        shown = str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"
-        return f"SplitPlan({self.problem}, device={self.device.name!r}, seqlens={shown}, splits={self.num_splits})"
 
 
 def decode_problem(

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashdecoding.remember import remember
+
 MOST_KNOWN = 4096  # kinds of launch
 OPTIONS = frozenset(("num_warps", "launch_pdl"))  # Triton's own
 
@@ -85,10 +87,8 @@ class Direct:
             for name, record in records.items()
             if record is not None
         ]
-        if len(self._known) >= MOST_KNOWN:
-            oldest, *_ = list(self._known)  # a list, since other threads add meanwhile
-            self._known.pop(oldest, None)
-        self._known[kind] = _Known(compiled, (*grid, 1), [others.get(name) for name in names], taken)
+        known = _Known(compiled, (*grid, 1), [others.get(name) for name in names], taken)
+        remember(self._known, kind, known, MOST_KNOWN)
 
 
 def _stream() -> int:

@@ -85,10 +85,8 @@ class DevicePlan(SplitPlan):
         self._lengths: tuple[int, ...] | None = None
         self._made_from: dict[int, tuple[torch.Tensor, int]] = {}  # tensors with the plan's lengths, by id; versions
         self.cut = cut
-        self.seqlens, self.split_offsets = (
-            cut.table[SEQLENS.value, : problem.batch],
-            cut.table[OFFSETS.value, : problem.batch + 1],
-        )
+        self.seqlens = cut.table[SEQLENS.value, : problem.batch]
+        self.split_offsets = cut.table[OFFSETS.value, : problem.batch + 1]
 
     def update(self, seqlens: Lengths) -> None:
         batch, refusal = self.problem.batch, Refusal("SplitPlan.update")
@@ -119,7 +117,8 @@ class DevicePlan(SplitPlan):
         return int(self.split_offsets[-1])
 
     def splits_of(self, sequence: int) -> list[tuple[int, int]]:
-        first, past = self.split_offsets.tolist()[:-1][sequence], self.split_offsets.tolist()[1:][sequence]
+        offsets = self.split_offsets.tolist()
+        first, past = offsets[:-1][sequence], offsets[1:][sequence]
         return [(begin, end) for begin, end in self.cut.items[first:past, 1:3].tolist()]
 
     def operator_arguments(self) -> dict[str, Any]:
@@ -127,12 +126,7 @@ class DevicePlan(SplitPlan):
         return {"plan_memory": self.cut.memory, **numbers}
 
     def __reduce__(self) -> tuple[object, ...]:
-        lengths = self.cut.table[0, : self.problem.batch].cpu()
-        return plan_on_device, (self.problem, self.where, lengths, self.max_seqlen, self.batch_invariant)
-
-    def __repr__(self) -> str:
-        shown = f"on {self.where}" if self.lengths is None else str(list(self.lengths))
-        return f"SplitPlan({self.problem}, device={self.device.name!r}, seqlens={shown})"
+        return plan_on_device, (self.problem, self.where, self.seqlens.cpu(), self.max_seqlen, self.batch_invariant)
 
 
 def _version(x: torch.Tensor) -> int:

@@ -36,10 +36,8 @@ from flashdecoding.gpu.steps import (
 )
 
 
-# Which numbers are 1 or multiples of 16 must not choose another order of summation, nor compile the kernel anew.
-@triton.jit(
-    do_not_specialize=["mask", "slopes", "window", "kv_heads", "group", "max_rows", "tokens", "capacity", "q_len"]
-)
+# A number that happens to be 1 or a multiple of 16 must not compile the kernel anew. (Strides in records may.)
+@triton.jit(do_not_specialize=["window", "kv_heads", "group", "max_rows", "tokens", "capacity", "q_len"])
 def split_kernel(
     q, k, v, out, results, parts, cut, places, pages, mask, slopes, sinks,
     scores, cap, window, blocks, kv_heads, group, max_rows, tokens, capacity, q_len,
