@@ -9,6 +9,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "agg"
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # each has its share of the cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
 KEPT_BYTES = 1 << 30  # GPU memory that a process may keep for later tests
 

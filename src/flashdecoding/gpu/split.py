@@ -124,7 +124,7 @@ def attend(
             past = tl.minimum(past, tl.minimum(keys_up_to(q_start - 1, kv_start, blocks), kv_end).to(tl.int32))
         common = begin + (tl.maximum(common - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         past = tl.where(past >= end, end, begin + tl.maximum(past - begin, 0) // BLOCK_N * BLOCK_N)
-        if mask is not None and not TREE:
+        if tl.float64 == SUM or (mask is not None and not TREE):
             past = begin
         some = common < past
         common, past = tl.where(some, common, begin), tl.where(some, past, begin)
@@ -161,11 +161,12 @@ def attend(
         o1 = tl.zeros([BLOCK_M, E1], SUM)
     rows = (seq, q_head, i, low, high, kv_start, q_start, queries)
     cache = (k, v, k_base, v_base, page_row)
-    for start in tl.range(common, past, BLOCK_N, num_stages=STAGES):
-        m, l, o0, o1 = attend_tile(
-            start, past, m, l, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
-            scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, False, TREE, LATENT, SHIFT, SUM,
-        )  # fmt: skip
+    if not DIFFER or tl.float32 == SUM:
+        for start in tl.range(common, past, BLOCK_N, num_stages=STAGES):
+            m, l, o0, o1 = attend_tile(
+                start, past, m, l, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
+                scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, False, TREE, LATENT, SHIFT, SUM,
+            )  # fmt: skip
     if DIFFER:
         before = (common - begin) // BLOCK_N
         for tile in tl.range(0, before + (end - past + BLOCK_N - 1) // BLOCK_N, num_stages=1):
@@ -264,41 +265,39 @@ def weigh(
     o, shrink, p, v, seen, exists, v_base, v_rows, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, DIFFER: tl.constexpr,
 ):  # fmt: skip
-    """o * shrink + p . v. Float32 goes key by key: products and sums in float64, since rounding each is too much. So
-    does a tile with a V that is not finite, where rows DIFFER in what they see.
+    """o * shrink + p . v. Float32 goes key by key: products and sums in float64, since rounding each is too much. A V
+    that is not finite reaches the rows that see it, and no others, where rows DIFFER in what they see.
     """
     o *= shrink[:, None]
     if tl.float64 == o.dtype:
-        o = weigh_by_key(o, p, seen, exists, v_base, v_rows, stride_d, FIRST, WIDTH, COLUMNS, 4)
+        o = by_key(o, p, seen, exists, v_base, v_rows, stride_d, FIRST, WIDTH, COLUMNS)
     else:
-        p = p.to(v.dtype)
         if DIFFER:
-            if tl.max(tl.max((v.to(tl.float32) * 0.0 != 0.0).to(tl.int32), 1), 0) == 0:
-                o = tl.dot(p, v, o)
-            else:
-                o = weigh_by_key(o, p.to(tl.float32), seen, exists, v_base, v_rows, stride_d, FIRST, WIDTH, COLUMNS, 1)
-        else:
-            o = tl.dot(p, v, o)
+            bad = v.to(tl.float32) * 0.0 != 0.0
+            if tl.max(tl.max(bad.to(tl.int32), 1), 0) != 0:
+                o = by_key(o, None, seen, exists, v_base, v_rows, stride_d, FIRST, WIDTH, COLUMNS)
+                v = tl.where(bad, 0.0, v)
+        o = tl.dot(p.to(v.dtype), v, o)
     return o
 
 
 @triton.jit
-def weigh_by_key(
-    o, p, seen, exists, v_base, v_rows, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    UNROLL: tl.constexpr,
+def by_key(
+    o, p, seen, exists, v_base, v_rows, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """p . v + o in o's precision; a V that is not finite reaches the rows that see it, and no others."""
-    lane = tl.arange(0, p.shape[1])
+    """p . v + o in o's precision, if there is p; a V that is not finite reaches the rows that see it, and no others."""
+    lane = tl.arange(0, v_rows.shape[0])
     column = FIRST + tl.arange(0, COLUMNS)
-    for number in tl.range(p.shape[1], loop_unroll_factor=UNROLL):
+    for number in tl.range(v_rows.shape[0], loop_unroll_factor=1 if p is None else 4):
         here = lane == number
-        weight = tl.sum(tl.where(here[None, :], p, 0.0), 1)
         sees = tl.max((seen & here[None, :]).to(tl.int32), 1) != 0
         at = v_base + tl.sum(tl.where(here, v_rows, 0), 0) + column.to(tl.int64) * stride_d
         exist = tl.max((exists & here).to(tl.int32), 0) != 0
         value = tl.load(at, mask=(column < WIDTH) & exist, other=0.0).to(o.dtype)
         bad = value * 0.0 != 0.0
-        o += weight[:, None] * tl.where(bad, 0.0, value)[None, :]
+        if p is not None:
+            weight = tl.sum(tl.where(here[None, :], p, 0.0), 1)
+            o += weight[:, None] * tl.where(bad, 0.0, value)[None, :]
         o = tl.where(sees[:, None] & bad[None, :], float("nan"), o)
     return o
 
