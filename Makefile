@@ -34,7 +34,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-gpu: $(INSTALLED)
-	$(BIN)/python -m pytest -k 'cuda or gpu' $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 16 -k 'cuda or gpu' $(ARGS)
 
 kernels: $(INSTALLED)
 	$(BIN)/python tests/compiled.py $(ARGS)
