@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashdecoding import merge_states
 from flashdecoding.checks import Call, check_call
 from flashdecoding.gpu import launch, shapes
 from flashdecoding.gpu.plans import DevicePlan, plan_on_device
@@ -57,8 +58,10 @@ def main() -> None:
     torch.cuda.is_available = lambda: False
     with np.errstate(divide="ignore", invalid="ignore"):  # what a GPU does without a word
         for case, layout in CASES:
-            check_case(case, layout, planned=False)
-        check_case(Case(FP32, 64, 64, 8, 2, (130, 65, 0, 700)), "paged-16", planned=True)
+            check_case(case, layout)
+        for invariant in (False, True):
+            check_case(Case(FP32, 64, 64, 8, 2, (130, 65, 0, 700)), "paged-16", invariant)
+        check_shards()
         check_offsets_from_nowhere()
         check_v_wider_than_k()
         check_lost_pages()
@@ -67,23 +70,39 @@ def main() -> None:
         check_plan(choose, invariant=number % 2 == 1)
 
 
-def gpu_call(problem: Problem) -> Call:
+def gpu_call(problem: Problem, caller: str = "decode_attention") -> Call:
     """A call as one on a GPU would be."""
     options: dict[str, Any] = {**NOTHING, "causal": True, **problem.options}
-    call = check_call("decode_attention", problem.q, problem.k, problem.v, **options)
+    call = check_call(caller, problem.q, problem.k, problem.v, **options)
     return call._replace(spans=DeviceSpans(*map(as_tensor, call.spans)))
 
 
-def check_case(case: Case, layout: str, planned: bool) -> None:
+def check_case(case: Case, layout: str, invariant: bool | None = None) -> None:
+    """With a plan if ``invariant`` says of which kind."""
     problem = arrange(case.build(), layout)
     call = gpu_call(problem)
     out = torch.full((*problem.q.shape[:3], problem.v.shape[3]), math.nan, dtype=problem.q.dtype)
     plan = None
-    if planned:
-        plan = plan_on_device(DecodeProblem(*call.checked.problem), CPU, list(case.seqlens), None, True)
+    if invariant is not None:
+        plan = plan_on_device(DecodeProblem(*call.checked.problem), CPU, list(case.seqlens), None, invariant)
     lse = launch.decode(call, plan, out, True)
     assert_within_bound(out, lse, expect(problem), f"{case.id} {layout}")
     print(f"{case.id} {layout}: within the bound", flush=True)
+
+
+def check_shards() -> None:
+    """Two ranks have every other block of 16 keys; their states merge to the whole."""
+    case = Case(FP32, 64, 64, 4, 2, (160, 160), q_len=3, spare=0, window=100)
+    problem = case.build()
+    states = []
+    for rank in range(2):
+        keys = [key for key in range(160) if key // 16 % 2 == rank]
+        places = {"q_start": 157, "kv_start": 16 * rank, "kv_block": 16, "kv_stride": 32, "seqlens": 80}
+        shard = Problem(problem.q, problem.k[:, :, keys], problem.v[:, :, keys], {**problem.options, **places})
+        states.append(launch.partial_state(gpu_call(shard, "partial_attention"), None))
+    merged = merge_states(states)
+    assert_within_bound(merged.finalize(FP32), merged.lse, expect(problem), "shards")
+    print("shards: within the bound")
 
 
 def check_offsets_from_nowhere() -> None:

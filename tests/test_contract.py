@@ -304,6 +304,41 @@ def test_one_product_dwarfs_the_others(kernel_class: Any, q_len: int, shift: flo
     assert_within_bound(*decode(problem.to(backend)), wanted)
 
 
+@on_every_backend
+@pytest.mark.parametrize(("gap", "large"), [(15.0, 60000.0), (18.0, 60000.0), (20.0, 1000.0), (24.0, 60000.0)])
+def test_float16_weights_far_below_the_largest(gap: float, large: float, backend: str) -> None:
+    """Where the key with nearly all of the weight has V = 0, a weight of e**-gap is the whole result."""
+    q, k, v = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 40, 64), torch.full((1, 1, 40, 64), large)
+    q[..., 0] = 8.0
+    k[0, 0, 1, 0], k[0, 0, 2:, 0], v[0, 0, 0] = -gap, -60.0, 0.0
+    problem = Problem(*(x.half().to(backend) for x in (q, k, v)), {"scale": 0.125})
+    assert_within_bound(*decode(problem), expect(problem.to("cpu")))
+
+
+@on_every_backend
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_nan_in_v_comes_through_scores_of_minus_infinity(dtype: torch.dtype, backend: str) -> None:
+    """Also through splits in which no key has a weight."""
+    q, k, v = torch.ones(1, 1, 1, 64), torch.zeros(1, 1, 2048, 64), torch.ones(1, 1, 2048, 64)
+    k[:, :, :1024, 0], v[:, :, :1024, 5] = -torch.inf, torch.nan
+    out, lse = decode(Problem(*(x.to(backend, dtype) for x in (q, k, v)), {}))
+    assert out[0, 0, 0].isnan().nonzero().flatten().tolist() == [5] and lse.isfinite().all()
+
+
+@on_every_backend
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("length", [40, 5000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_what_is_not_finite_in_v_comes_through_a_large_sink(
+    dtype: torch.dtype, length: int, value: float, backend: str
+) -> None:
+    problem = Case(dtype, 64, 64, 3, 1, (length,)).build(backend)
+    problem.v[0, 0, 3, 5] = value
+    out, _ = decode(problem.with_options(sinks=torch.tensor([2000.0, 0.0, torch.inf], device=backend)))
+    for head in range(3):
+        assert (~out[0, head, 0].isfinite()).nonzero().flatten().tolist() == [5]
+
+
 def test_float64_sinks_far_from_equal_scores() -> None:
     """A sink is subtracted as it was given: a factor log2(e) on it would round at its size."""
     problem = Case(torch.float64, 33, 33, 8, 2, (130, 500)).build()

@@ -81,6 +81,9 @@ def test_one_plan_for_layers_in_a_graph() -> None:
     with torch.cuda.graph(graph):
         results = [decode(call) for call in calls]
     for _ in range(20):
+        for result in results:
+            for x in result:
+                x.fill_(torch.nan)
         graph.replay()
         for result, right in zip(results, wanted, strict=True):
             assert_same_bits(result[0], right[0])
@@ -100,9 +103,11 @@ def test_host_lengths_are_refused_while_a_graph_is_captured() -> None:
 
 
 def test_streams_at_once() -> None:
-    """Calls on several streams, from several threads: each has its own bits every time."""
+    """Calls on several streams, from several threads, also with one plan: each has its own bits every time."""
     cases = (Case(*BF16, 32, 8, (5000, 700)), Case(*FP32, 8, 2, (2049, 0, 63), q_len=2), Case(*FP16, 6, 2, (9000,)))
     problems = [case.build("cuda") for case in cases]
+    plan = _plan(problems[0], problems[0].options["seqlens"])
+    problems.append(problems[0].with_options(seqlens=None, plan=plan))
     wanted = [decode(problem) for problem in problems]
     torch.cuda.synchronize()
     errors: list[str] = []
@@ -200,6 +205,12 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     lens -= 1  # without plan.update
     with pytest.raises(ValueError, match="unchanged since"):
         decode(problem.with_options(seqlens=lens, plan=plan_of_lens))
+    with torch.inference_mode():  # whose tensors count no changes
+        lens = _int32([300, 17])
+        plan_of_lens = _plan(problem, lens)
+        decode(problem.with_options(seqlens=plan_of_lens.seqlens, plan=plan_of_lens))
+        with pytest.raises(ValueError, match="an inference tensor cannot tell"):
+            decode(problem.with_options(seqlens=lens, plan=plan_of_lens))
     with pytest.raises(ValueError, match="q_heads=8"):
         decode_attention(problem.q[:, :4], problem.k, problem.v, plan=plan)
     on_host = plan_decode([300, 17], q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)

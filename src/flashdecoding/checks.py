@@ -198,8 +198,9 @@ def _check_planned_lengths(refusal: Refusal, checked: Checked, seqlens: Lengths 
         return
     if planned is None or (isinstance(seqlens, torch.Tensor) and seqlens.device.type != "cpu"):
         reason = "others on a GPU cannot be compared with its lengths without waiting for it"
-        unchanged = "plan.seqlens or the tensor it was made from, unchanged since"
-        refusal.unless(False, f"with plan, seqlens may be {unchanged}: {reason}; call plan.update(seqlens)")
+        unchanged = "unchanged since (which an inference tensor cannot tell)"
+        allowed = f"plan.seqlens or the tensor it was made from, {unchanged}"
+        refusal.unless(False, f"with plan, seqlens may be {allowed}: {reason}; call plan.update(seqlens)")
         return
     given = read_lengths(refusal, seqlens, batch, capacity, "seqlens")
     differ = f"seqlens {list(given)} differ from the plan's {list(planned)}"

@@ -173,10 +173,10 @@ def _split_numbers(call: Call, shape: Shape, latent: bool) -> dict[str, Any]:
         "D0": shape.d[0], "D1": shape.d[1], "E0": shape.e[0], "E1": shape.e[1], "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n, "LEVELS": shape.block_n.bit_length() - 1, "PAGE_SIZE": c.page_size,
         "WIDE": _wide(call.k) or _wide(call.v), "CAUSAL": c.causal and (c.q_len > 1 or call.positioned),
-        "DIFFER": differ, "TREE": c.mask_is_tree, "LATENT": latent, "SHIFT": 10 if c.dtype == torch.float16 else 0,
+        "DIFFER": differ, "TREE": c.mask_is_tree, "LATENT": latent, "SHIFT": 15 if c.dtype == torch.float16 else 0,
         # Pages are loaded ahead of keys: one stage more for each.
         "STAGES": shape.stages if call.page_table is None else 2 * shape.stages - 1,
-        "SUM": tl.float64 if c.dtype == torch.float32 else tl.float32, "num_warps": 8 if differ else shape.warps,
+        "SUM": tl.float64 if c.dtype == torch.float32 else tl.float32, "num_warps": _warps(call, shape, differ),
     }  # fmt: skip
 
 
@@ -188,6 +188,12 @@ def _merge_numbers(call: Call, shape: Shape, blocks: int) -> dict[str, Any]:
         options["launch_pdl"] = True
     tile = {"BLOCK_E": MERGED_COLUMNS, "BLOCK_S": MERGED_SPLITS, "BLOCKS": blocks}
     return {**_common_numbers(c, shape), **tile, **options}
+
+
+def _warps(call: Call, shape: Shape, differ: bool) -> int:
+    """A dense mask has every tile in the loop that takes more registers."""
+    dense = call.mask is not None and not call.checked.mask_is_tree
+    return 8 if dense else shape.warps_if_differ if differ else shape.warps
 
 
 def _scores(c: Checked, alibi: bool) -> Scores:

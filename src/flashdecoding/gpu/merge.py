@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flashdecoding.gpu.planning import OFFSETS, PARTS
-from flashdecoding.gpu.steps import INFINITY, LOG2_E, normaliser, queries_of, store_results
+from flashdecoding.gpu.steps import INFINITY, LOG2_E, normalised, normaliser, queries_of, store_results
 
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "max_rows", "tokens", "q_len"])
@@ -46,7 +46,7 @@ def merge_kernel(
             f = normaliser(m, l, None)
         else:
             f = normaliser(m, l, tl.load(sinks.ptr + q_head).to(m.dtype))
-        o = tl.where(f == 0.0, 0.0, o * f).to(out.ptr.dtype.element_ty)
+        o = normalised(o, f).to(out.ptr.dtype.element_ty)
         tl.store(out.ptr + o_row + e.to(tl.int64) * out.stride_d, o, mask=e < DV)
         if block == 0 and tl.program_id(1) == 0:
             at = seq.to(tl.int64) * results.stride_b + q_head.to(tl.int64) * results.stride_h

@@ -83,7 +83,7 @@ class DevicePlan(SplitPlan):
         self.batch_invariant = cut.shape.invariant
         self.where = cut.memory.device
         self._lengths: tuple[int, ...] | None = None
-        self._made_from: dict[int, tuple[torch.Tensor, int]] = {}  # tensors with the plan's lengths, by id; versions
+        self._made_from: dict[int, tuple[torch.Tensor, int]] = {}  # tensors that tell of changes, by id; versions
         self.cut = cut
         self.seqlens = cut.table[SEQLENS.value, : problem.batch]
         self.split_offsets = cut.table[OFFSETS.value, : problem.batch + 1]
@@ -101,7 +101,9 @@ class DevicePlan(SplitPlan):
         if batch:
             cut_on_device(self.cut, self.problem, DeviceSpans(placed, None, None, None, None), self.max_seqlen, 0)
         self._lengths = lengths
-        sources = (self.seqlens, *([seqlens] if isinstance(seqlens, torch.Tensor) and on_device else []))
+        sources = [self.seqlens]
+        if isinstance(seqlens, torch.Tensor) and on_device and not seqlens.is_inference():
+            sources.append(seqlens)
         self._made_from = {id(x): (x, _version(x)) for x in sources}
 
     @property

@@ -25,7 +25,8 @@ class Shape:
     row_blocks: int
     block_n: int  # keys of a tile
     stages: int
-    warps: int
+    warps: int  # of a program
+    warps_if_differ: int  # where its rows see different keys
     d: tuple[int, int]  # head_dim as two blocks of columns
     e: tuple[int, int]  # head_dim_v likewise
     workers: int  # that share out a batch's tiles, for each kv head and row block
@@ -41,14 +42,7 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
     """For sequences of at most ``longest`` keys, which bounds the launch but moves no cut."""
     rows = problem.q_len * (problem.q_heads // problem.kv_heads)
     d, e = _columns(problem.head_dim), _columns(problem.head_dim_v)
-    wide = max(problem.head_dim, problem.head_dim_v)
-    if problem.dtype == torch.float32:  # sums are float64
-        most_rows, block_n, stages = 32 if wide <= 64 else 16, 16, 2
-    else:
-        most_rows, stages = 32 if wide <= 128 else 16, 3 if wide <= 256 else 2
-        block_n = 64 if wide <= 128 and not d[1] and not e[1] else 32
-    block_m = min(most_rows, max(16, triton.next_power_of_2(rows)))
-    warps = 8 if block_m > 16 or (problem.dtype == torch.float32 and wide > 64) else 4
+    block_m, block_n, stages, warps, warps_if_differ = _tile(problem, rows, d[1] > 0 or e[1] > 0)
     row_blocks = max(1, triton.cdiv(rows, block_m))
     name, multiprocessors, dependent = _device(device)
     model = DeviceModel(name, tile=block_n, least_split=1024, most_units=512)
@@ -65,9 +59,26 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
         most_items = min(problem.batch * tiles, problem.batch + workers - 1)
         most_parts = min(most_items, 2 * (workers - 1))  # each border of two workers makes two at most
     return Shape(
-        model, batch_invariant, block_m, row_blocks, block_n, stages, warps, d, e, workers, least_tiles, most_splits,
-        most_items, most_parts, dependent and most_items > 0,
+        model, batch_invariant, block_m, row_blocks, block_n, stages, warps, warps_if_differ, d, e, workers,
+        least_tiles, most_splits, most_items, most_parts, dependent and most_items > 0,
     )  # fmt: skip
+
+
+def _tile(problem: DecodeProblem, rows: int, in_two: bool) -> tuple[int, int, int, int, int]:
+    """Rows and keys of a tile, stages of the pipeline, warps, and warps where rows see different keys; ``in_two``: some
+    columns are in a second block. Registers are what decides: two programs should find space on a multiprocessor.
+    """
+    wide = max(problem.head_dim, problem.head_dim_v)
+    least = max(16, triton.next_power_of_2(rows))
+    if problem.dtype == torch.float32:  # sums are float64
+        block_m = min(32 if wide <= 64 else 16, least)
+        return block_m, 16, 2, 8 if block_m > 16 or wide > 64 else 4, 8
+    block_m = min(32 if wide <= 128 else 16, least)
+    crowded = wide > 128 or in_two
+    if block_m > 16:
+        warps = 8 if crowded else 4
+        return block_m, 32, 4, warps, warps
+    return block_m, 32 if crowded else 64, 3 if wide <= 256 else 2, 4, 8 if crowded else 4
 
 
 def _columns(width: int) -> tuple[int, int]:

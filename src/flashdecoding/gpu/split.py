@@ -25,6 +25,7 @@ from flashdecoding.gpu.steps import (
     load_block,
     locate,
     masked,
+    normalised,
     normaliser,
     ordered_sum,
     position_of,
@@ -87,11 +88,10 @@ def split_kernel(
 
 @triton.jit
 def write_rows(ptr, rows, ok, o0, o1, factor, stride_d, E0: tl.constexpr, E1: tl.constexpr, DV: tl.constexpr):
-    """Rows of o times their factors, in two column blocks; 0 where the factor is, whatever o holds."""
-    factor = factor[:, None]
-    store_block(ptr, rows, ok, tl.where(factor == 0.0, 0.0, o0 * factor), stride_d, 0, DV, E0)
+    """Rows of o times their factors, in two column blocks."""
+    store_block(ptr, rows, ok, normalised(o0, factor[:, None]), stride_d, 0, DV, E0)
     if E1:
-        store_block(ptr, rows, ok, tl.where(factor == 0.0, 0.0, o1 * factor), stride_d, E0, DV, E1)
+        store_block(ptr, rows, ok, normalised(o1, factor[:, None]), stride_d, E0, DV, E1)
 
 
 @triton.jit

@@ -178,6 +178,12 @@ def normaliser(m, l, sink_rows):
 
 
 @triton.jit
+def normalised(o, factor):
+    """The numerator times its factor. Where that is 0 so is this, but NaN if a V that is not finite left its mark."""
+    return tl.where(factor == 0.0, tl.where(o * 0.0 == 0.0, 0.0, float("nan")), o * factor)
+
+
+@triton.jit
 def store_results(results, rows, ok, m, l):
     """lse, or m and l of a state, whichever the call wants."""
     if results.lse_ptr is not None:
