@@ -60,6 +60,7 @@ class Kernel(NamedTuple):
     stack: int  # bytes of local memory
     spills: int | None  # instructions that load or store local memory, if counted; on AMD, registers that are spilled
     hash: str
+    warps: tuple[str, ...]  # by rows and columns, how those of a program share out its matrix products; NVIDIA's only
 
 
 class StandInDriver:
@@ -169,13 +170,14 @@ def _usage(kernel: Any, count_spills: bool) -> Kernel:
     if "amdgcn" in kernel.asm:
         names = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
         registers, stack, spilled = (_number(rf"\.{name}:\s*(\d+)", kernel.asm["amdgcn"]) for name in names)
-        return Kernel(kernel.name, shared, registers, stack, spilled, kernel.hash)
+        return Kernel(kernel.name, shared, registers, stack, spilled, kernel.hash, ())
     report = _cuobjdump(kernel, "-res-usage")
     stack = _number(r"STACK:(\d+)", report) + _number(r"LOCAL:(\d+)", report)
     spills = 0 if stack == 0 else None
     if stack and count_spills:
         spills = len(re.findall(r"\b(?:STL|LDL)\b", _cuobjdump(kernel, "-sass")))
-    return Kernel(kernel.name, shared, _number(r"REG:(\d+)", report), stack, spills, kernel.hash)
+    warps = tuple(re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+, \d+)\]", kernel.asm["ttgir"]))
+    return Kernel(kernel.name, shared, _number(r"REG:(\d+)", report), stack, spills, kernel.hash, warps)
 
 
 def _cuobjdump(kernel: Any, what: str) -> str:
@@ -212,7 +214,7 @@ def main(words: Sequence[str]) -> int:
                     continue
                 seen.add(kernel.hash)
                 fits = kernel.shared <= TARGETS[target].shared
-                line = row.format(str(variant), target, *kernel[:-1])
+                line = row.format(str(variant), target, *kernel[:5])
                 print(line if fits else f"{line}  does not fit", flush=True)
                 failures += not fits
     return int(failures > 0)

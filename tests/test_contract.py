@@ -316,6 +316,21 @@ def test_float16_weights_far_below_the_largest(gap: float, large: float, backend
 
 
 @on_every_backend
+@pytest.mark.parametrize("ahead", [0.1, 0.75, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_lse_of_many_equal_scores(dtype: torch.dtype, ahead: float, backend: str) -> None:
+    """One key is ahead of all others, so their weights are equal and have roundings of one sign when they are added up.
+    On a GPU so many kv heads that each has few splits."""
+    heads, length = 1 if backend == "cpu" else 264, 131072
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, length, 16), torch.ones(1, 1, length, 16)
+    q[..., 0], k[0, 0, 0, 0] = 4.0, ahead
+    one = Problem(*(x.to(backend, dtype) for x in (q, k, v)), {})
+    out, lse = decode(Problem(*(x.expand(-1, heads, -1, -1) for x in (one.q, one.k, one.v)), {}))
+    assert_within_bound(out[:, :1], lse[:, :1], expect(one.to("cpu")))
+    assert_same_bits(lse, lse[:, :1].expand_as(lse))
+
+
+@on_every_backend
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_a_nan_in_v_comes_through_scores_of_minus_infinity(dtype: torch.dtype, backend: str) -> None:
     """Also through splits in which no key has a weight."""

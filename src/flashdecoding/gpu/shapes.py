@@ -42,7 +42,7 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
     """For sequences of at most ``longest`` keys, which bounds the launch but moves no cut."""
     rows = problem.q_len * (problem.q_heads // problem.kv_heads)
     d, e = _columns(problem.head_dim), _columns(problem.head_dim_v)
-    block_m, block_n, stages, warps, warps_if_differ = _tile(problem, rows, d[1] > 0 or e[1] > 0)
+    block_m, block_n, stages, warps, warps_if_differ = _tile(problem, rows, d, e)
     row_blocks = max(1, triton.cdiv(rows, block_m))
     name, multiprocessors, dependent = _device(device)
     model = DeviceModel(name, tile=block_n, least_split=1024, most_units=512)
@@ -64,30 +64,30 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
     )  # fmt: skip
 
 
-def _tile(problem: DecodeProblem, rows: int, in_two: bool) -> tuple[int, int, int, int, int]:
-    """Rows and keys of a tile, stages of the pipeline, warps, and warps where rows see different keys; ``in_two``: some
-    columns are in a second block. Registers are what decides: two programs should find space on a multiprocessor.
+def _tile(problem: DecodeProblem, rows: int, d: tuple[int, int], e: tuple[int, int]) -> tuple[int, int, int, int, int]:
+    """Rows and keys of a tile, stages of the pipeline, warps, and warps where rows see different keys. What decides is
+    registers: two programs should find space on a multiprocessor.
     """
-    wide = max(problem.head_dim, problem.head_dim_v)
+    wide, in_two = max(problem.head_dim, problem.head_dim_v), d[1] > 0 or e[1] > 0
     least = max(16, triton.next_power_of_2(rows))
     if problem.dtype == torch.float32:  # sums are float64
         block_m = min(32 if wide <= 64 else 16, least)
         return block_m, 16, 2, 8 if block_m > 16 or wide > 64 else 4, 8
-    block_m = min(32 if wide <= 128 else 16, least)
-    crowded = wide > 128 or in_two
+    block_m = min(32 if e[0] >= 64 and wide <= 128 and not in_two else 16, least)
     if block_m > 16:
-        warps = 8 if crowded else 4
-        return block_m, 32, 4, warps, warps
-    return block_m, 32 if crowded else 64, 3 if wide <= 256 else 2, 4, 8 if crowded else 4
+        return block_m, 32, 4, 4, 4
+    return block_m, 32 if wide > 128 or in_two else 64, 3 if wide <= 256 else 2, 4, 8 if wide > 128 else 4
 
 
 def _columns(width: int) -> tuple[int, int]:
-    """A row as two blocks of columns, powers of two of at least 16; the second may be none."""
+    """A row as two blocks of columns, powers of two of at least 32; the second may be none. With 16 columns, products
+    would have as many columns as rows, and Triton shares out their rows among the warps: all would do the same.
+    """
     first = 1 << (width.bit_length() - 1)
-    if first < 16:
-        return 16, 0
+    if first < 32:
+        return 32, 0
     rest = width - first
-    return first, max(16, triton.next_power_of_2(rest)) if rest else 0
+    return first, max(32, triton.next_power_of_2(rest)) if rest else 0
 
 
 @functools.cache

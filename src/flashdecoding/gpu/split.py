@@ -155,6 +155,7 @@ def attend(
         page_row = pages.ptr + seq.to(tl.int64) * pages.stride_b
     m = tl.full([BLOCK_M], -INFINITY, SUM)
     l = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+    lost = l
     o0 = tl.zeros([BLOCK_M, E0], SUM)
     o1 = o0
     if E1:
@@ -163,19 +164,22 @@ def attend(
     cache = (k, v, k_base, v_base, page_row)
     if not DIFFER or tl.float32 == SUM:
         for start in tl.range(common, past, BLOCK_N, num_stages=STAGES):
-            m, l, o0, o1 = attend_tile(
-                start, past, m, l, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
-                scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, False, TREE, LATENT, SHIFT, SUM,
+            m, l, lost, o0, o1 = attend_tile(
+                start, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope,
+                anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, False, TREE, LATENT,
+                SHIFT, SUM,
             )  # fmt: skip
     if DIFFER:
         before = (common - begin) // BLOCK_N
         for tile in tl.range(0, before + (end - past + BLOCK_N - 1) // BLOCK_N, num_stages=1):
             start = tl.where(tile < before, begin, past - before * BLOCK_N) + tile * BLOCK_N
             stop = tl.where(tile < before, common, end)
-            m, l, o0, o1 = attend_tile(
-                start, stop, m, l, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
-                scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, True, TREE, LATENT, SHIFT, SUM,
+            m, l, lost, o0, o1 = attend_tile(
+                start, stop, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope,
+                anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, True, TREE, LATENT,
+                SHIFT, SUM,
             )  # fmt: skip
+    l += lost
     if pages is not None:  # noqa: SIM102 - one is for the compiler, the other for the GPU
         if lacks_pages(pages, page_row, begin, end, PAGE_SIZE, BLOCK_N):
             m = lost_rows(m, rows, ok, begin, end, pages, page_row, mask, blocks, BLOCK_N, PAGE_SIZE, DIFFER, TREE)
@@ -217,12 +221,12 @@ def seen_by(rows, key, mask, blocks, TREE: tl.constexpr):
 
 @triton.jit
 def attend_tile(
-    start, end, m, l, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
+    start, end, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
     scores, cap, blocks, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr, DIFFER: tl.constexpr,
     TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Keys from ``start`` on, before ``end``, added to m, l and o."""
+    """Keys from ``start`` on, before ``end``, added to m, l, what l lost, and o."""
     k, v, k_base, v_base, page_row = cache
     key = start + tl.arange(0, BLOCK_N)
     inside = key < end
@@ -246,7 +250,7 @@ def attend_tile(
         distance = tl.abs(position[:, None] - key_position(key, kv_start, blocks)[None, :])
         s -= slope[:, None] * (distance - anchor[:, None]).to(SUM)
     s = tl.where(seen, s, -INFINITY)
-    p, m, l, shrink = softmax_step(s, m, l, scores.unit * LOG2_E, SHIFT)
+    p, m, l, lost, shrink = softmax_step(s, m, l, lost, scores.unit * LOG2_E, SHIFT)
     v_rows = k_rows if LATENT else cache_rows(v, pages, page, slot, WIDE)
     v0 = k0
     if tl.float32 == SUM and not LATENT:
@@ -257,7 +261,7 @@ def attend_tile(
         if tl.float32 == SUM:
             v1 = load_block(v_base, v_rows, exists, v.stride_d, E0, DV, E1)
         o1 = weigh(o1, shrink, p, v1, seen, exists, v_base, v_rows, v.stride_d, E0, DV, E1, DIFFER)
-    return m, l, o0, o1
+    return m, l, lost, o0, o1
 
 
 @triton.jit

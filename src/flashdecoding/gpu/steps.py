@@ -140,16 +140,21 @@ def soft_cap(s, cap):
 
 
 @triton.jit
-def softmax_step(s, m, l, factor, shift):
-    """Online softmax (2.4.1): weights of a tile, the new m and l, and what the numerator shrinks by.
+def softmax_step(s, m, l, lost, factor, shift):
+    """Online softmax (2.4.1): weights of a tile, the new m, l and ``lost``, and what the numerator shrinks by.
 
-    Weights are 2**((s - m) * factor + shift). l (rows, keys of a tile) adds them up by their place in the tile.
+    Weights are 2**((s - m) * factor + shift). l (rows, keys of a tile) adds them up by their place in the tile; in
+    float32 ``lost`` has what its roundings left out, because those of thousands of equal weights have one sign.
     """
     top = tl.maximum(m, tl.max(s, 1))
     base = tl.where(top == -INFINITY, 0.0, top)
     p = tl.exp2((s - base[:, None]) * factor + shift)
     shrink = tl.exp2((m - base) * factor)
-    return p, top, l * shrink[:, None] + p, shrink
+    kept = l * shrink[:, None]
+    l = kept + p
+    if tl.float32 == l.dtype:
+        lost = lost * shrink[:, None] + (p - (l - kept))
+    return p, top, l, lost, shrink
 
 
 @triton.jit
