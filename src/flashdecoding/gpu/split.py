@@ -17,24 +17,18 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from flashdecoding.gpu.planning import RECORD
 from flashdecoding.gpu.steps import (
     INFINITY,
-    LOG2_E,
-    cache_rows,
     clamped,
-    key_position,
-    keys_up_to,
     load_block,
-    locate,
-    masked,
     normalised,
     normaliser,
     ordered_sum,
     position_of,
     queries_of,
-    soft_cap,
-    softmax_step,
     store_block,
     store_results,
 )
+from flashdecoding.gpu.tile import attend_tile
+from flashdecoding.gpu.visible import key_position, keys_up_to, lacks_pages, lost_rows, visible_range
 
 
 # A number that happens to be 1 or a multiple of 16 must not compile the kernel anew. (Strides in records may.)
@@ -192,146 +186,3 @@ def attend(
     else:  # the scores' layout is that of the product: nothing else chooses it
         l = tl.sum(l, 1) * 2.0**-SHIFT
     return tl.where(l == 0.0, -INFINITY, m), l, o0, o1
-
-
-@triton.jit
-def visible_range(position, kv_begin, kv_end, kv_start, blocks, window, CAUSAL: tl.constexpr):
-    """[low, high) of the keys that may be seen from a position, by length, causal and window."""
-    low = position * 0 + kv_begin
-    high = position * 0 + kv_end
-    if CAUSAL:
-        high = tl.minimum(high, keys_up_to(position, kv_start, blocks))
-    if window is not None:
-        low = tl.maximum(low, keys_up_to(position - window, kv_start, blocks))
-    return tl.minimum(low, kv_end).to(tl.int32), high.to(tl.int32)  # high is at most kv_end
-
-
-@triton.jit
-def seen_by(rows, key, mask, blocks, TREE: tl.constexpr):
-    """Which keys of a tile each row sees."""
-    seq, q_head, i, low, high, kv_start, q_start, queries = rows
-    sees = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-    if mask is not None:
-        m_rows = seq.to(tl.int64) * mask.stride_b + q_head.to(tl.int64) * mask.stride_h
-        m_rows += i.to(tl.int64) * mask.stride_q
-        column = key_position(key, kv_start, blocks) - q_start
-        sees = masked(mask, m_rows, key, column, queries, sees, TREE)
-    return sees
-
-
-@triton.jit
-def attend_tile(
-    start, end, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
-    scores, cap, blocks, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E0: tl.constexpr,
-    E1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr, DIFFER: tl.constexpr,
-    TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr,
-):  # fmt: skip
-    """Keys from ``start`` on, before ``end``, added to m, l, what l lost, and o."""
-    k, v, k_base, v_base, page_row = cache
-    key = start + tl.arange(0, BLOCK_N)
-    inside = key < end
-    seen = inside[None, :]
-    if DIFFER:
-        seen = seen_by(rows, key, mask, blocks, TREE) & seen
-        inside = inside & (tl.max(seen.to(tl.int32), 0) != 0)
-    page, slot, exists = locate(pages, page_row, key, inside, PAGE_SIZE)
-    k_rows = cache_rows(k, pages, page, slot, WIDE)
-    k0 = load_block(k_base, k_rows, exists, k.stride_d, 0, D, D0)
-    s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
-    if D1:
-        k1 = load_block(k_base, k_rows, exists, k.stride_d, D0, D, D1)
-        s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
-    s = s.to(SUM)
-    if cap is not None:
-        s = soft_cap(s * scores.scale, cap)
-    if slopes is not None:
-        if cap is None:
-            s = s * scores.scale
-        distance = tl.abs(position[:, None] - key_position(key, kv_start, blocks)[None, :])
-        s -= slope[:, None] * (distance - anchor[:, None]).to(SUM)
-    s = tl.where(seen, s, -INFINITY)
-    p, m, l, lost, shrink = softmax_step(s, m, l, lost, scores.unit * LOG2_E, SHIFT)
-    v_rows = k_rows if LATENT else cache_rows(v, pages, page, slot, WIDE)
-    v0 = k0
-    if tl.float32 == SUM and not LATENT:
-        v0 = load_block(v_base, v_rows, exists, v.stride_d, 0, DV, E0)
-    o0 = weigh(o0, shrink, p, v0, seen, exists, v_base, v_rows, v.stride_d, 0, DV, E0, DIFFER)
-    if E1:
-        v1 = o1
-        if tl.float32 == SUM:
-            v1 = load_block(v_base, v_rows, exists, v.stride_d, E0, DV, E1)
-        o1 = weigh(o1, shrink, p, v1, seen, exists, v_base, v_rows, v.stride_d, E0, DV, E1, DIFFER)
-    return m, l, lost, o0, o1
-
-
-@triton.jit
-def weigh(
-    o, shrink, p, v, seen, exists, v_base, v_rows, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, DIFFER: tl.constexpr,
-):  # fmt: skip
-    """o * shrink + p . v. Float32 goes key by key: products and sums in float64, since rounding each is too much. A V
-    that is not finite reaches the rows that see it, and no others, where rows DIFFER in what they see.
-    """
-    o *= shrink[:, None]
-    if tl.float64 == o.dtype:
-        o = by_key(o, p, seen, exists, v_base, v_rows, stride_d, FIRST, WIDTH, COLUMNS)
-    else:
-        if DIFFER:
-            bad = v.to(tl.float32) * 0.0 != 0.0
-            if tl.max(tl.max(bad.to(tl.int32), 1), 0) != 0:
-                o = by_key(o, None, seen, exists, v_base, v_rows, stride_d, FIRST, WIDTH, COLUMNS)
-                v = tl.where(bad, 0.0, v)
-        o = tl.dot(p.to(v.dtype), v, o)
-    return o
-
-
-@triton.jit
-def by_key(
-    o, p, seen, exists, v_base, v_rows, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """p . v + o in o's precision, if there is p; a V that is not finite reaches the rows that see it, and no others."""
-    lane = tl.arange(0, v_rows.shape[0])
-    column = FIRST + tl.arange(0, COLUMNS)
-    for number in tl.range(v_rows.shape[0], loop_unroll_factor=1 if p is None else 4):
-        here = lane == number
-        sees = tl.max((seen & here[None, :]).to(tl.int32), 1) != 0
-        at = v_base + tl.sum(tl.where(here, v_rows, 0), 0) + column.to(tl.int64) * stride_d
-        exist = tl.max((exists & here).to(tl.int32), 0) != 0
-        value = tl.load(at, mask=(column < WIDTH) & exist, other=0.0).to(o.dtype)
-        bad = value * 0.0 != 0.0
-        if p is not None:
-            weight = tl.sum(tl.where(here[None, :], p, 0.0), 1)
-            o += weight[:, None] * tl.where(bad, 0.0, value)[None, :]
-        o = tl.where(sees[:, None] & bad[None, :], float("nan"), o)
-    return o
-
-
-@triton.jit
-def lacks_pages(pages, page_row, begin, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether a page that keys [begin, end) stand on does not exist."""
-    lost = tl.zeros([BLOCK], tl.int32)
-    past = end // PAGE_SIZE + (end % PAGE_SIZE != 0).to(tl.int32)
-    past = tl.where(begin < end, past, 0)
-    for start in range(begin // PAGE_SIZE, past, BLOCK):
-        number = start + tl.arange(0, BLOCK)
-        wanted = number < past
-        page = tl.load(page_row + number.to(tl.int64) * pages.stride_p, mask=wanted, other=0)
-        lost = lost | (wanted & ((page < 0) | (page >= pages.pages))).to(tl.int32)
-    return tl.max(lost, 0) != 0
-
-
-@triton.jit
-def lost_rows(
-    m, rows, ok, begin, end, pages, page_row, mask, blocks, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    DIFFER: tl.constexpr, TREE: tl.constexpr,
-):  # fmt: skip
-    """m, NaN for the rows that see a key whose page does not exist."""
-    for start in range(begin, end, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        sees = (key < end)[None, :] & ok[:, None]
-        if DIFFER:
-            sees &= seen_by(rows, key, mask, blocks, TREE)
-        page, _, _ = locate(pages, page_row, key, key < end, PAGE_SIZE)
-        lost = sees & ((page < 0) | (page >= pages.pages))[None, :]
-        m = tl.where(tl.max(lost.to(tl.int32), 1) != 0, float("nan"), m)
-    return m

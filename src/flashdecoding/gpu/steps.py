@@ -1,4 +1,4 @@
-"""Steps that the kernels share: which keys a row may see, rows of the cache, online softmax, sinks."""
+"""Steps that the kernels share: integers by sequence, rows of the cache, sums, sinks."""
 
 # mypy: ignore-errors
 
@@ -42,56 +42,8 @@ def position_of(ptr, b, default):
 
 
 @triton.jit
-def keys_up_to(position, kv_start, blocks):
-    """Number of local keys at positions <= ``position``."""
-    past = position - kv_start
-    if blocks is None:
-        count = tl.maximum(past + 1, 0)
-    else:
-        whole = past // blocks.stride * blocks.size + tl.minimum(past % blocks.stride + 1, blocks.size)
-        count = tl.where(past < 0, 0, whole)
-    return count
-
-
-@triton.jit
-def key_position(key, kv_start, blocks):
-    if blocks is None:
-        position = kv_start + key
-    else:
-        position = kv_start + (key // blocks.size).to(tl.int64) * blocks.stride + key % blocks.size
-    return position
-
-
-@triton.jit
-def masked(mask, rows, key, column, q_len, sees, TREE: tl.constexpr):
-    """``sees`` where the mask allows it: dense by local key, a draft tree by place among the queries."""
-    if TREE:
-        drafted = (column >= 0) & (column < q_len)
-        at = mask.ptr + rows[:, None] + column.to(tl.int64)[None, :] * mask.stride_k
-        word = tl.load(at, mask=sees & drafted[None, :], other=1)
-    else:
-        at = mask.ptr + rows[:, None] + key.to(tl.int64)[None, :] * mask.stride_k
-        word = tl.load(at, mask=sees, other=0)
-    return sees & (word != 0)
-
-
-@triton.jit
-def locate(pages, page_row, key, inside, PAGE_SIZE: tl.constexpr):
-    """Page and slot of keys, and which of them may be loaded: no page that does not exist is."""
-    if pages is None:
-        page = key
-        slot = key
-        exists = inside
-    else:
-        page = tl.load(page_row + (key // PAGE_SIZE).to(tl.int64) * pages.stride_p, mask=inside, other=0)
-        slot = key % PAGE_SIZE
-        exists = inside & (page >= 0) & (page < pages.pages)
-    return page, slot, exists
-
-
-@triton.jit
 def cache_rows(cache, pages, page, slot, WIDE: tl.constexpr):
-    """Offsets of keys' rows in a cache, in 64 bits if WIDE: with :func:`locate`, all that knows about pages."""
+    """Offsets of keys' rows in a cache, in 64 bits if WIDE: with `visible.locate`, all that knows about pages."""
     if WIDE:
         rows = slot.to(tl.int64) * cache.stride_s
     else:
@@ -120,41 +72,6 @@ def store_block(base, rows, ok, x, stride_d, FIRST: tl.constexpr, WIDTH: tl.cons
         inside = inside & (column < WIDTH)[None, :]
     at = base + rows[:, None] + column.to(rows.dtype)[None, :] * stride_d
     tl.store(at, x.to(base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def soft_cap(s, cap):
-    """cap * tanh(s / cap): a series where the difference of exponentials would lose digits."""
-    x = s / cap
-    size = tl.minimum(tl.abs(x), 20.0)
-    y = x * x
-    series = -0.008863235529902197
-    series = series * y + 0.021869488536155203
-    series = series * y - 0.05396825396825397
-    series = series * y + 0.13333333333333333
-    series = series * y - 0.3333333333333333
-    series = series * y + 1.0
-    large = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2_E)) + 1.0)
-    tanh = tl.where(size < 0.35, x * series, tl.where(x < 0, -large, large))
-    return tl.where(x == x, cap * tanh, x)
-
-
-@triton.jit
-def softmax_step(s, m, l, lost, factor, shift):
-    """Online softmax (2.4.1): weights of a tile, the new m, l and ``lost``, and what the numerator shrinks by.
-
-    Weights are 2**((s - m) * factor + shift). l (rows, keys of a tile) adds them up by their place in the tile; in
-    float32 ``lost`` has what its roundings left out, because those of thousands of equal weights have one sign.
-    """
-    top = tl.maximum(m, tl.max(s, 1))
-    base = tl.where(top == -INFINITY, 0.0, top)
-    p = tl.exp2((s - base[:, None]) * factor + shift)
-    shrink = tl.exp2((m - base) * factor)
-    kept = l * shrink[:, None]
-    l = kept + p
-    if tl.float32 == l.dtype:
-        lost = lost * shrink[:, None] + (p - (l - kept))
-    return p, top, l, lost, shrink
 
 
 @triton.jit
