@@ -23,3 +23,9 @@ def gpu_memory_is_given_back() -> Iterator[None]:
 
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT_BYTES:
         torch.cuda.empty_cache()
+
+
+def pytest_report_header() -> str:
+    import torch
+
+    return f"GPU: {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none; what needs one is skipped'}"

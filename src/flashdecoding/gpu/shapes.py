@@ -47,7 +47,7 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
     name, multiprocessors, dependent = _device(device)
     model = DeviceModel(name, tile=block_n, least_split=1024, most_units=512)
     workers = max(1, WAVES * multiprocessors // (problem.kv_heads * row_blocks))
-    most_splits = max(1, model.most_units // problem.kv_heads)
+    most_splits = max(1, model.most_units // (problem.kv_heads * row_blocks))
     if batch_invariant:
         least_tiles = model.least_split // block_n
         splits = min(most_splits, triton.cdiv(longest, model.least_split))
