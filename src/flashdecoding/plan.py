@@ -28,7 +28,7 @@ class DeviceModel(NamedTuple):
     name: str
     tile: int  # keys a tile
     least_split: int  # keys below which a further split costs more than it brings
-    most_units: int  # splits x kv heads (on a GPU x row blocks) of a sequence, enough to balance every machine of a kind
+    most_units: int  # splits x kv heads (on a GPU x row blocks) of a sequence that balance every machine of a kind
 
     def split_keys(self, visible: int, kv_heads: int) -> int:
         """Keys a split of a sequence with ``visible`` keys. Its own length decides, so its bits depend on no other."""
