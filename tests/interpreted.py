@@ -62,6 +62,7 @@ def main() -> None:
         for invariant in (False, True):
             check_case(Case(FP32, 64, 64, 8, 2, (130, 65, 0, 700)), "paged-16", invariant)
         check_shards()
+        check_extremes()
         check_offsets_from_nowhere()
         check_v_wider_than_k()
         check_lost_pages()
@@ -103,6 +104,24 @@ def check_shards() -> None:
     merged = merge_states(states)
     assert_within_bound(merged.finalize(FP32), merged.lse, expect(problem), "shards")
     print("shards: within the bound")
+
+
+def check_extremes() -> None:
+    """Small weights that are all of the result; what is not finite in V, where a split or a sink leaves no weight."""
+    problem = Case(FP16, 64, 64, 2, 1, (600,), spare=0).build()
+    far = Problem(
+        torch.zeros_like(problem.q), torch.zeros_like(problem.k), torch.full_like(problem.v, 6e4), {"scale": 1.0}
+    )
+    far.q[..., 0], far.k[0, 0, 1, 0], far.k[0, 0, 2:, 0], far.v[0, 0, 0] = 1.0, -20.0, -60.0, 0.0
+    lost = Problem(torch.ones_like(problem.q), torch.zeros_like(problem.k), torch.ones_like(problem.v), {})
+    lost.k[0, 0, :256, 0], lost.v[0, 0, :256, 5] = -math.inf, math.nan
+    sunk = problem.with_options(sinks=torch.tensor([1000.0, math.inf]))
+    sunk.v[0, 0, 3, 5] = math.inf
+    for name, extreme in (("far", far), ("lost", lost), ("sunk", sunk)):
+        out = torch.zeros_like(extreme.q)
+        lse = launch.decode(gpu_call(extreme), None, out, True)
+        assert_within_bound(out, lse, expect(extreme), name)
+    print("extremes: within the bound")
 
 
 def check_offsets_from_nowhere() -> None:

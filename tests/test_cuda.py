@@ -11,7 +11,7 @@ from torch import Tensor
 from flashdecoding import decode_attention, plan_decode, validate
 from flashdecoding.testing import Case, Problem, arrange, assert_same_bits, assert_within_bound, expect
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch finds none")
 
 BF16 = (torch.bfloat16, 128, 128)
 FP16 = (torch.float16, 80, 80)
