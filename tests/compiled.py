@@ -28,7 +28,8 @@ from flashdecoding.testing import arrange
 
 
 class Target(NamedTuple):
-    """A kind of GPU: in Triton's terms, by what torch says of it, and the shared memory that one block may have."""
+    """A kind of GPU: in Triton's terms, by what torch says of it, the shared memory that one block may have,
+    and that of a multiprocessor."""
 
     backend: str
     arch: int | str
@@ -36,13 +37,14 @@ class Target(NamedTuple):
     major: int
     multiprocessors: int
     shared: int
+    room: int
 
 
 TARGETS = {
-    "sm_80": Target("cuda", 80, 32, 8, 108, 163 << 10),
-    "sm_90": Target("cuda", 90, 32, 9, 132, 227 << 10),
-    "sm_100": Target("cuda", 100, 32, 10, 148, 227 << 10),
-    "gfx942": Target("hip", "gfx942", 64, 9, 304, 64 << 10),
+    "sm_80": Target("cuda", 80, 32, 8, 108, 163 << 10, 164 << 10),
+    "sm_90": Target("cuda", 90, 32, 9, 132, 227 << 10, 228 << 10),
+    "sm_100": Target("cuda", 100, 32, 10, 148, 227 << 10, 228 << 10),
+    "gfx942": Target("hip", "gfx942", 64, 9, 304, 64 << 10, 64 << 10),
 }
 NOTHING = {
     name: None
@@ -80,7 +82,8 @@ class StandInDriver:
     def properties(self, device: Any) -> SimpleNamespace:
         """What `torch.cuda.get_device_properties` would return."""
         target = TARGETS[self.device]
-        return SimpleNamespace(name=self.device, major=target.major, multi_processor_count=target.multiprocessors)
+        numbers = {"multi_processor_count": target.multiprocessors, "shared_memory_per_multiprocessor": target.room}
+        return SimpleNamespace(name=self.device, major=target.major, **numbers)
 
     def get_current_device(self) -> str:
         return self.device

@@ -20,6 +20,7 @@ import torch
 from flashdecoding import merge_states
 from flashdecoding.checks import Call, check_call
 from flashdecoding.gpu import launch, shapes
+from flashdecoding.gpu.planning import GAP
 from flashdecoding.gpu.plans import DevicePlan, plan_on_device
 from flashdecoding.lengths import DeviceSpans, longest_on_gpu
 from flashdecoding.plan import DecodeProblem, cut_batch
@@ -53,7 +54,7 @@ def as_tensor(numbers: Any) -> Any:
 
 
 def main() -> None:
-    shapes._device = lambda device: ("interpreter", 4, False)  # type: ignore[assignment]
+    shapes._device = lambda device: ("interpreter", 4, 228 << 10, False)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: None  # type: ignore[assignment,return-value]
     torch.cuda.is_available = lambda: False
     with np.errstate(divide="ignore", invalid="ignore"):  # what a GPU does without a word
@@ -161,7 +162,7 @@ def check_plan(choose: random.Random, invariant: bool) -> None:
     batch = choose.choice([1, 2, 7, 40])
     longest = min(choose.choice([100, 5000, 2**31]), longest_on_gpu(batch))
     given = [choose.choice([0, 1, -3, choose.randrange(longest + 9), choose.randrange(900)]) for _ in range(batch)]
-    given = [min(length, 2**31 - 1) for length in given]
+    given = [min(length, 2**31 - 1) for length in (given if choose.random() < 0.6 else given[:1] * batch)]
     kv_heads, window = choose.choice([1, 2, 8]), choose.choice([None, None, 1, 300, 2**31 - 1])
     problem = DecodeProblem(batch, kv_heads, kv_heads, 64, 64, FP16, choose.choice([1, 5]), window)
     plan = plan_on_device(problem, CPU, as_tensor(given), longest, invariant)
@@ -183,8 +184,11 @@ def share_out(
     reach = None if problem.window is None else problem.q_len + problem.window - 1
     firsts = [0 if reach is None else max(0, n - reach) for n in lengths]
     tiles = [-(-(n - first) // tile) for n, first in zip(lengths, firsts, strict=True)]
-    begins = [0, *itertools.accumulate(tiles)]
+    gap = 0 if len(set(tiles)) == 1 else GAP.value
+    begins = [0, *itertools.accumulate(n + gap if n else 0 for n in tiles)]
     share = max(-(-begins[-1] // shape.workers), 1 if shape.invariant else shape.least_tiles)
+    if not shape.invariant and gap == 0:
+        share = evenly(share, max(tiles[0], 1))
     if shape.invariant:
         keys = cut_batch(
             tuple(lengths), (problem.q_len,) * len(lengths), problem.window, problem.kv_heads, shape.model
@@ -202,6 +206,16 @@ def share_out(
     ]
     items = [begin + a for begin, cut in zip(begins, cuts, strict=False) for a in cut]
     return splits, [bisect.bisect_left(items, share * worker) for worker in range(shape.workers + 1)]
+
+
+def evenly(share: int, length: int) -> int:
+    """The least stretch from ``share`` on, up to an eighth longer, that divides a sequence's length, rounded up, into
+    as many splits as ``share`` has room for, or is a multiple of it; else ``share``.
+    """
+    most = share + share // 8
+    if length >= share:
+        return next((n for n in range(share, most + 1) if n * (length // share) >= length), share)
+    return next((n for n in range(share, most + 1) if n % length == 0), share)
 
 
 def check_items(plan: DevicePlan, splits: list[list[tuple[int, int]]]) -> None:

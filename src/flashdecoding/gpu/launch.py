@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import triton
 import triton.language as tl
 
 from flashdecoding.gpu.arguments import (
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from flashdecoding.plan import SplitPlan
     from flashdecoding.signature import Checked
 
-MERGED_SPLITS, MERGED_COLUMNS = 64, 32  # a tile of stage 2
-FEW_ROWS = 512  # up to which stage 2 has a program for each column block of a row
 
 # Where an argument's pointers are in `Given.pointers`.
 SHARED = {
@@ -148,18 +147,14 @@ def _launch(given: Given) -> None:
     if shape.most_items:
         grid = shape.workers * c.kv_heads, shape.row_blocks
         _split.launch(key, grid, pointers, lambda: (given.split(), _split_numbers(call, shape, latent)))
-    columns = -(-c.head_dim_v // MERGED_COLUMNS)
-    all_rows = c.batch * c.q_heads * c.q_len
-    blocks = 1 if all_rows <= FEW_ROWS else columns
-    grid = all_rows, columns // blocks
-    _merge.launch(key, grid, pointers, lambda: (given.shared(), _merge_numbers(call, shape, blocks)))
+    grid = c.batch * c.q_heads * c.q_len, triton.cdiv(c.head_dim_v, shape.merged_columns)
+    _merge.launch(key, grid, pointers, lambda: (given.shared(), _merge_numbers(call, shape)))
 
 
-def _common_numbers(c: Checked, shape: Shape) -> dict[str, Any]:
-    group = c.q_heads // c.kv_heads
+def _common_numbers(c: Checked) -> dict[str, Any]:
     return {
-        "kv_heads": c.kv_heads, "group": group, "max_rows": c.q_len * group, "q_len": c.q_len, "DV": c.head_dim_v,
-        "tokens": c.signature.q.shape[2], "PDL": shape.dependent_launch,
+        "KV_HEADS": c.kv_heads, "GROUP": c.q_heads // c.kv_heads, "q_len": c.q_len, "DV": c.head_dim_v,
+        "tokens": c.signature.q.shape[2],
     }  # fmt: skip
 
 
@@ -168,10 +163,11 @@ def _split_numbers(call: Call, shape: Shape, latent: bool) -> dict[str, Any]:
     c = call.checked
     differ = c.q_len > 1 or call.mask is not None
     return {
-        **_common_numbers(c, shape), "blocks": blocks_of(call), "scores": _scores(c, call.alibi_slopes is not None),
-        "cap": _cap(c), "window": c.window, "capacity": min(c.capacity, longest_on_gpu(c.batch)), "D": c.head_dim,
-        "D0": shape.d[0], "D1": shape.d[1], "E0": shape.e[0], "E1": shape.e[1], "BLOCK_M": shape.block_m,
-        "BLOCK_N": shape.block_n, "LEVELS": shape.block_n.bit_length() - 1, "PAGE_SIZE": c.page_size,
+        **_common_numbers(c), **shape.launching(stage_1=True), "blocks": blocks_of(call),
+        "scores": _scores(c, call.alibi_slopes is not None), "cap": _cap(c), "window": c.window,
+        "capacity": min(c.capacity, longest_on_gpu(c.batch)), "D": c.head_dim, "D0": shape.d[0], "D1": shape.d[1],
+        "E0": shape.e[0], "E1": shape.e[1], "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
+        "LEVELS": shape.block_n.bit_length() - 1, "PAGE_SIZE": c.page_size,
         "WIDE": _wide(call.k) or _wide(call.v), "CAUSAL": c.causal and (c.q_len > 1 or call.positioned),
         "DIFFER": differ, "TREE": c.mask_is_tree, "LATENT": latent, "SHIFT": 15 if c.dtype == torch.float16 else 0,
         # Pages are loaded ahead of keys: one stage more for each.
@@ -180,14 +176,10 @@ def _split_numbers(call: Call, shape: Shape, latent: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _merge_numbers(call: Call, shape: Shape, blocks: int) -> dict[str, Any]:
+def _merge_numbers(call: Call, shape: Shape) -> dict[str, Any]:
     """Arguments and options of stage 2 that have no pointer."""
-    c = call.checked
-    options: dict[str, Any] = {"num_warps": 4 if c.dtype == torch.float32 else 1}
-    if shape.dependent_launch:
-        options["launch_pdl"] = True
-    tile = {"BLOCK_E": MERGED_COLUMNS, "BLOCK_S": MERGED_SPLITS, "BLOCKS": blocks}
-    return {**_common_numbers(c, shape), **tile, **options}
+    tile = {"BLOCK_E": shape.merged_columns, "BLOCK_S": shape.merged_splits, "num_warps": shape.merge_warps}
+    return {**_common_numbers(call.checked), **shape.launching(), **tile}
 
 
 def _warps(call: Call, shape: Shape, differ: bool) -> int:

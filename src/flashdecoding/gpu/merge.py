@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashdecoding.gpu.planning import OFFSETS, PARTS
 from flashdecoding.gpu.steps import INFINITY, LOG2_E, normalised, normaliser, queries_of, store_results
 
 
-@triton.jit(do_not_specialize=["kv_heads", "group", "max_rows", "tokens", "q_len"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["q_len"])
 def merge_kernel(
-    out, results, parts, cut, places, sinks, kv_heads, group, max_rows, tokens, q_len,
-    DV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
+    out, results, parts, cut, places, sinks, tokens, q_len, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The states of a row's splits become BLOCKS column blocks of the output. PDL: placed while stage 1 still runs."""
-    rows = kv_heads * max_rows
+    """The states of a row's splits become BLOCK_E columns of the output. PDL: placed while stage 1 still runs."""
+    if PDL:
+        gdc_launch_dependents()  # what follows may be placed; it waits for the end of this
+    max_rows = q_len * GROUP
+    rows = KV_HEADS * max_rows
     seq, head = tl.program_id(0) // rows, tl.program_id(0) % rows // max_rows
     row = tl.program_id(0) % max_rows
     offsets = cut.table_ptr + OFFSETS * cut.pitch + seq
@@ -31,26 +33,25 @@ def merge_kernel(
     q_first, queries = queries_of(places.q_offsets_ptr, seq, seq >= 0, tokens, q_len)
     if PDL and tl.program_id(0) + tl.program_id(1) == 0:
         gdc_wait()  # this grid must not end, and let what follows begin, before stage 1 has ended
-    if splits == 1 or row >= queries * group:
+    if splits == 1 or row >= queries * GROUP:
         return
     if PDL:
         gdc_wait()
-    q_head = head * group + row % group
-    token = (q_first + row // group).to(tl.int64)
+    q_head = head * GROUP + row % GROUP
+    token = (q_first + row // GROUP).to(tl.int64)
     o_row = seq.to(tl.int64) * out.stride_b + token * out.stride_s + q_head.to(tl.int64) * out.stride_h
-    part = (first.to(tl.int64) * kv_heads + head) * max_rows + row
-    for block in tl.static_range(BLOCKS):
-        e = (tl.program_id(1) * BLOCKS + block) * BLOCK_E + tl.arange(0, BLOCK_E)
-        m, l, o = merge_parts(parts, part, kv_heads * max_rows, splits, e, DV, BLOCK_E, BLOCK_S)
-        if sinks is None:
-            f = normaliser(m, l, None)
-        else:
-            f = normaliser(m, l, tl.load(sinks.ptr + q_head).to(m.dtype))
-        o = normalised(o, f).to(out.ptr.dtype.element_ty)
-        tl.store(out.ptr + o_row + e.to(tl.int64) * out.stride_d, o, mask=e < DV)
-        if block == 0 and tl.program_id(1) == 0:
-            at = seq.to(tl.int64) * results.stride_b + q_head.to(tl.int64) * results.stride_h
-            store_results(results, at + token * results.stride_s, True, m, l)
+    part = (first.to(tl.int64) * KV_HEADS + head) * max_rows + row
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    m, l, o = merge_parts(parts, part, rows, splits, e, DV, BLOCK_E, BLOCK_S)
+    if sinks is None:
+        f = normaliser(m, l, None)
+    else:
+        f = normaliser(m, l, tl.load(sinks.ptr + q_head).to(m.dtype))
+    o = normalised(o, f).to(out.ptr.dtype.element_ty)
+    tl.store(out.ptr + o_row + e.to(tl.int64) * out.stride_d, o, mask=e < DV)
+    if tl.program_id(1) == 0:
+        at = seq.to(tl.int64) * results.stride_b + q_head.to(tl.int64) * results.stride_h
+        store_results(results, at + token * results.stride_s, True, m, l)
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """How a batch is cut into splits on the device, by its valid lengths: one small kernel, no sync.
 
-All sequences' tiles stand in a row, one sequence after the other, and every worker gets an equal stretch of it: a
-worker is a program of stage 1 for one kv head and row block, and as many run as the GPU holds at once. Where a stretch
-ends within a sequence, the sequence is cut. For a batch-invariant plan a sequence's own length cuts it, and workers get
-the splits that begin in their stretch.
+All sequences' tiles stand in a row, one sequence after the other with a gap between them, and every worker gets an
+equal stretch of it: a worker is a program of stage 1 for one kv head and row block, and as many run as the GPU holds at
+once. Where a stretch ends within a sequence, the sequence is cut. Sequences of one length are cut evenly or not at all,
+where that leaves at most a ninth of the workers without any. For a batch-invariant plan a sequence's own length cuts
+it, and workers get the splits that begin in their stretch.
 
 A plan is int32 memory: the *table*, with a column for each sequence and one more, of SEQLENS, FIRST (the first key that
 a query may see), BEGIN (its first tile in that row of all tiles), OFFSETS (its splits, as `SplitPlan` has them) and
@@ -18,12 +19,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashdecoding.gpu.steps import clamped, queries_of
 
 RECORD = tl.constexpr(8)  # numbers of an item (six are used) and of a worker (seven): one sector of memory
 SEQLENS, FIRST, BEGIN, OFFSETS, PARTS = (tl.constexpr(row) for row in range(5))
 TABLE_ROWS = 5
+GAP = tl.constexpr(2)  # tiles that beginning a sequence counts as: its first keys take as long to come
 
 
 @triton.jit(
@@ -32,23 +35,35 @@ TABLE_ROWS = 5
 def plan_kernel(
     spans, cut, batch, capacity, q_len, tokens, window, workers, least_tiles,
     most_splits, TILE: tl.constexpr, LANES: tl.constexpr, WORKERS: tl.constexpr, INVARIANT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program cuts the batch, LANES sequences or WORKERS workers at once. A worker's stretch, or with INVARIANT a
     split, has at least ``least_tiles`` tiles; with INVARIANT a sequence has at most ``most_splits`` splits.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     lanes = tl.arange(0, LANES)
-    total = 0
+    total, some, shortest, longest = 0, 0, 2147483647, 0
     for start in range(0, batch, LANES):
         b = start + lanes
         ok = b < batch
         first, end = reach(spans, b, ok, capacity, q_len, tokens, window)
         tl.store(cut.table_ptr + SEQLENS * cut.pitch + b, end, mask=ok)
         tl.store(cut.table_ptr + FIRST * cut.pitch + b, first, mask=ok)
-        total += tl.sum(tl.where(ok, pieces(end - first, TILE), 0), 0)
+        tiles = pieces(end - first, TILE)
+        total += tl.sum(tl.where(ok, tiles, 0), 0)
+        some += tl.sum((ok & (tiles > 0)).to(tl.int32), 0)
+        shortest = tl.minimum(shortest, tl.min(tl.where(ok, tiles, 2147483647), 0))
+        longest = tl.maximum(longest, tl.max(tl.where(ok, tiles, 0), 0))
     tl.debug_barrier()
+    gap = tl.where(shortest == longest, 0, GAP)
+    total += some * gap
     share = tl.maximum(pieces(total, workers), 1)
     if not INVARIANT:
         share = tl.maximum(share, least_tiles)
+        if shortest == longest:
+            share = even_share(share, tl.maximum(longest, 1))
     tile, items, parts = 0, 0, 0
     for start in range(0, batch, LANES):
         b = start + lanes
@@ -56,7 +71,8 @@ def plan_kernel(
         end = tl.load(cut.table_ptr + SEQLENS * cut.pitch + b, mask=ok, other=0)
         first = tl.load(cut.table_ptr + FIRST * cut.pitch + b, mask=ok, other=0)
         tiles = pieces(end - first, TILE)
-        begin = tile + tl.cumsum(tiles, 0) - tiles
+        counted = tl.where(tiles > 0, tiles + gap, 0)
+        begin = tile + tl.cumsum(counted, 0) - counted
         if INVARIANT:
             size = tl.maximum(pieces(tiles, most_splits), least_tiles)
             splits = pieces(tiles, size)
@@ -73,7 +89,7 @@ def plan_kernel(
         else:
             past = first + keys_of(share - begin % share, end - first, TILE)  # the border
             store_item(cut.items_ptr + offset * RECORD, b, first, past, end, splits, part, splits > 0)
-        tile += tl.sum(tiles, 0)
+        tile += tl.sum(counted, 0)
         items += tl.sum(splits, 0)
         parts += tl.sum(merged, 0)
     tl.store(cut.table_ptr + OFFSETS * cut.pitch + batch, items)
@@ -99,6 +115,14 @@ def reach(spans, b, ok, capacity, q_len, tokens, window):
     if window is not None:
         first = tl.maximum(first.to(tl.int64), end - (queries.to(tl.int64) + window - 1)).to(tl.int32)
     return tl.minimum(tl.where(queries > 0, first, end), end), end
+
+
+@triton.jit
+def even_share(share, length):
+    """A stretch up to an eighth longer, if sequences of this length are so cut evenly, or not at all."""
+    splits = length // share
+    even = tl.where(splits > 0, pieces(length, tl.maximum(splits, 1)), pieces(share, length) * length)
+    return tl.where(even - share <= share // 8, even, share)
 
 
 @triton.jit
@@ -158,21 +182,24 @@ def write_workers(
     end = tl.load(at + SEQLENS * cut.pitch, mask=ok_here, other=0)
     begin = tl.load(at + BEGIN * cut.pitch, mask=ok_here, other=0)
     offset = tl.load(at + OFFSETS * cut.pitch, mask=ok_here, other=0)
-    tiles = pieces(end - first, TILE)
+    splits = tl.load(at + 1 + OFFSETS * cut.pitch, mask=ok_here, other=0) - offset
     record = cut.workers_ptr + worker * RECORD
     if INVARIANT:
-        item = offset + pieces(border - begin, tl.maximum(pieces(tiles, most_splits), least_tiles))
-        item = tl.where(ok_here, item, items)
-        some = ok_here & (item < items)
-        for field in tl.static_range(6):
-            tl.store(record + 1 + field, tl.load(cut.items_ptr + item * RECORD + field, mask=some, other=0), mask=some)
+        tiles = pieces(end - first, TILE)
+        number = pieces(border - begin, tl.maximum(pieces(tiles, most_splits), least_tiles))
+        written = ok_here
     else:
-        splits = tl.load(at + 1 + OFFSETS * cut.pitch, mask=ok_here, other=0) - offset
         number = worker - begin // share
+        written = ok_here & ((number == 0) | (number >= splits))
+    item = tl.where(ok_here, offset + tl.minimum(number, splits), items)  # in the gap, that of the next sequence
+    some = written & (item < items)
+    for field in tl.static_range(6):
+        tl.store(record + 1 + field, tl.load(cut.items_ptr + item * RECORD + field, mask=some, other=0), mask=some)
+    if not INVARIANT:
+        cuts = ok_here & (number > 0) & (number < splits)
         part = tl.load(at + PARTS * cut.pitch, mask=ok_here, other=0) + number
-        item = tl.where(ok_here, offset + number, items)
         key = first + (border - begin) * TILE
         past = key + keys_of(share, end - key, TILE)
-        store_item(record + 1, low, key, past, end, splits, part, ok_here)
-        store_item(cut.items_ptr + item * RECORD, low, key, past, end, splits, part, ok_here & (number > 0))
+        store_item(record + 1, low, key, past, end, splits, part, cuts)
+        store_item(cut.items_ptr + item * RECORD, low, key, past, end, splits, part, cuts)
     tl.store(record, item, mask=ok)

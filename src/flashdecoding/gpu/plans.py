@@ -64,7 +64,7 @@ def cut_on_device(cut: DeviceCut, problem: DecodeProblem, spans: DeviceSpans, lo
             "window": problem.window, "workers": shape.workers, "least_tiles": shape.least_tiles,
             "most_splits": shape.most_splits, "TILE": shape.block_n, "LANES": lanes,
             "WORKERS": min(512, triton.next_power_of_2(shape.workers + 1)), "INVARIANT": shape.invariant,
-            "num_warps": 4,
+            "num_warps": 4, **shape.launching(),
         }  # fmt: skip
 
     with on(cut.memory.device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -11,6 +12,8 @@ import triton
 from flashdecoding.plan import DecodeProblem, DeviceModel
 
 WAVES = 2  # programs of stage 1 for each multiprocessor
+MOST_AHEAD = 3  # tiles that a program of stage 1 has asked for ahead of the one it works on
+OWN_SHARED = 10 << 10  # bytes of shared memory that it takes beside the tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,19 @@ class Shape:
     most_splits: int  # of a sequence, if invariant
     most_items: int
     most_parts: int  # states that stage 2 merges
-    dependent_launch: bool  # stage 2 is placed while stage 1 runs (programmatic dependent launch)
+    merged_splits: int  # states and columns of a tile of stage 2, and warps of its programs
+    merged_columns: int
+    merge_warps: int
+    dependent_launch: bool  # a kernel is placed before the one ahead of it has ended (programmatic dependent launch)
+
+    crowded: bool  # a multiprocessor may take more than WAVES programs of stage 1
+
+    def launching(self, stage_1: bool = False) -> dict[str, Any]:
+        """What kernels and Triton are told of that. Programs that come early go where they find space, of which those
+        that still run leave more in some places: stage 1 would crowd there, and be slower than if it came later.
+        """
+        early = self.dependent_launch and not (stage_1 and self.crowded)
+        return {"PDL": self.dependent_launch, **({"launch_pdl": True} if early else {})}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -42,9 +57,12 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
     """For sequences of at most ``longest`` keys, which bounds the launch but moves no cut."""
     rows = problem.q_len * (problem.q_heads // problem.kv_heads)
     d, e = _columns(problem.head_dim), _columns(problem.head_dim_v)
-    block_m, block_n, stages, warps, warps_if_differ = _tile(problem, rows, d, e)
+    name, multiprocessors, shared, dependent = _device(device)
+    block_m, block_n, warps, warps_if_differ = _tile(problem, rows, d, e)
     row_blocks = max(1, triton.cdiv(rows, block_m))
-    name, multiprocessors, dependent = _device(device)
+    tile_bytes = block_n * (sum(d) + sum(e)) * problem.dtype.itemsize
+    ahead = min(MOST_AHEAD, max(1, (shared // WAVES - OWN_SHARED) // tile_bytes))
+    crowded = ahead * tile_bytes * (WAVES + 1) < shared
     model = DeviceModel(name, tile=block_n, least_split=1024, most_units=512)
     workers = max(1, WAVES * multiprocessors // (problem.kv_heads * row_blocks))
     most_splits = max(1, model.most_units // (problem.kv_heads * row_blocks))
@@ -58,25 +76,38 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
         tiles = triton.cdiv(longest, block_n)
         most_items = min(problem.batch * tiles, problem.batch + workers - 1)
         most_parts = min(most_items, 2 * (workers - 1))  # each border of two workers makes two at most
+    usual_splits = most_splits if batch_invariant else 2 * workers // max(1, problem.batch)
     return Shape(
-        model, batch_invariant, block_m, row_blocks, block_n, stages, warps, warps_if_differ, d, e, workers,
-        least_tiles, most_splits, most_items, most_parts, dependent and most_items > 0,
+        model, batch_invariant, block_m, row_blocks, block_n, ahead + 1, warps, warps_if_differ, d, e, workers,
+        least_tiles, most_splits, most_items, most_parts,
+        *_merge_tile(problem, usual_splits), dependent, crowded,
     )  # fmt: skip
 
 
-def _tile(problem: DecodeProblem, rows: int, d: tuple[int, int], e: tuple[int, int]) -> tuple[int, int, int, int, int]:
-    """Rows and keys of a tile, stages of the pipeline, warps, and warps where rows see different keys. What decides is
+def _merge_tile(problem: DecodeProblem, splits: int) -> tuple[int, int, int]:
+    """States and columns of a tile of stage 2, and warps, for sequences that usually have up to ``splits``. A warp has
+    2048 numbers of a tile, with float64 sums 512.
+    """
+    states = min(512, max(16, triton.next_power_of_2(splits)))
+    columns = min(max(32, 2048 // states), max(16, triton.next_power_of_2(problem.head_dim_v)))
+    each = 512 if problem.dtype == torch.float32 else 2048
+    return states, columns, min(16, max(1, states * columns // each))
+
+
+def _tile(problem: DecodeProblem, rows: int, d: tuple[int, int], e: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Rows and keys of a tile, warps, and warps where rows see different keys. What decides is
     registers: two programs should find space on a multiprocessor.
     """
     wide, in_two = max(problem.head_dim, problem.head_dim_v), d[1] > 0 or e[1] > 0
     least = max(16, triton.next_power_of_2(rows))
     if problem.dtype == torch.float32:  # sums are float64
         block_m = min(32 if wide <= 64 else 16, least)
-        return block_m, 16, 2, 8 if block_m > 16 or wide > 64 else 4, 8
+        return block_m, 16, 8 if block_m > 16 or wide > 64 else 4, 8
     block_m = min(32 if e[0] >= 64 and wide <= 128 and not in_two else 16, least)
     if block_m > 16:
-        return block_m, 32, 4, 4, 4
-    return block_m, 32 if wide > 128 or in_two else 64, 3 if wide <= 256 else 2, 4, 8 if wide > 128 else 4
+        return block_m, 32, 4, 4
+    block_n = 32 if wide > 128 or in_two else 64 if wide > 64 else 128
+    return block_m, block_n, 4, 8 if wide > 128 else 4
 
 
 def _columns(width: int) -> tuple[int, int]:
@@ -91,8 +122,11 @@ def _columns(width: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _device(device: torch.device) -> tuple[str, int, bool]:
-    """Name of a GPU, its multiprocessors, and whether it has programmatic dependent launch."""
+def _device(device: torch.device) -> tuple[str, int, int, bool]:
+    """Name of a GPU, its multiprocessors, bytes that programs of one can share, whether it has programmatic dependent
+    launch.
+    """
     properties = torch.cuda.get_device_properties(device)
     dependent = torch.version.hip is None and properties.major >= 9
-    return str(properties.name), int(properties.multi_processor_count), dependent
+    shared = int(properties.shared_memory_per_multiprocessor)
+    return str(properties.name), int(properties.multi_processor_count), shared, dependent

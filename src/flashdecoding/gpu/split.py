@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashdecoding.gpu.planning import RECORD
 from flashdecoding.gpu.steps import (
@@ -31,31 +31,34 @@ from flashdecoding.gpu.tile import attend_tile
 from flashdecoding.gpu.visible import key_position, keys_up_to, lacks_pages, lost_rows, visible_range
 
 
-# A number that happens to be 1 or a multiple of 16 must not compile the kernel anew. (Strides in records may.)
-@triton.jit(do_not_specialize=["window", "kv_heads", "group", "max_rows", "tokens", "capacity", "q_len"])
+# A number that happens to be 1 or a multiple of 16 must not compile the kernel anew. (Strides in records may, and one
+# query should.)
+@triton.jit(do_not_specialize=["window", "tokens", "capacity"], do_not_specialize_on_alignment=["q_len"])
 def split_kernel(
     q, k, v, out, results, parts, cut, places, pages, mask, slopes, sinks,
-    scores, cap, window, blocks, kv_heads, group, max_rows, tokens, capacity, q_len,
+    scores, cap, window, blocks, tokens, capacity, q_len, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
     STAGES: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A worker's splits, one after the other. DIFFER: rows may see different keys. WIDE: offsets within a sequence, or
-    within a page, may not be int32. LATENT: v is the first columns of k. PDL: stage 2 may be placed meanwhile.
+    within a page, may not be int32. LATENT: v is the first columns of k. PDL: this may be placed before what comes
+    earlier has ended, and stage 2 before this has.
     """
-    head = tl.program_id(0) % kv_heads
-    worker = cut.workers_ptr + tl.program_id(0) // kv_heads * RECORD
-    first = tl.load(worker)
-    if PDL:
-        gdc_launch_dependents()  # it waits for the end of this
+    head = tl.program_id(0) % KV_HEADS
+    worker = cut.workers_ptr + tl.program_id(0) // KV_HEADS * RECORD
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    i, q_head = row // group, head * group + row % group
-    for item in range(first, tl.load(worker + RECORD)):
-        item_ptr = tl.where(item == first, worker + 1, cut.items_ptr + item * RECORD)
-        seq, begin, end = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
-        kv_end = tl.minimum(tl.load(item_ptr + 3), capacity)
-        splits, part = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+    i, q_head = row // GROUP, head * GROUP + row % GROUP
+    if PDL:
+        gdc_wait()  # nothing is read or written before
+        gdc_launch_dependents()
+    item, past = tl.load(worker), tl.load(worker + RECORD)
+    seq, begin, end, length, splits, part = load_item(worker + 1, True)
+    while item < past:
+        item += 1
+        following = load_item(cut.items_ptr + item * RECORD, item < past)
+        kv_end = tl.minimum(length, capacity)
         q_first, queries = queries_of(places.q_offsets_ptr, seq, seq >= 0, tokens, q_len)
         token = (q_first + i).to(tl.int64)
         m, l, o0, o1 = attend(
@@ -74,10 +77,20 @@ def split_kernel(
             at = seq.to(tl.int64) * results.stride_b + q_head.to(tl.int64) * results.stride_h
             store_results(results, at + token * results.stride_s, ok, m, l)
         else:
-            at = (part.to(tl.int64) * kv_heads + head) * max_rows + row
+            at = (part.to(tl.int64) * KV_HEADS + head) * (q_len * GROUP) + row
             write_rows(parts.o_ptr, at * DV, ok, o0, o1, normaliser(m, l, None) * 2.0**-SHIFT, 1, E0, E1, DV)
             tl.store(parts.ml_ptr + at * 2, m, mask=ok)
             tl.store(parts.ml_ptr + at * 2 + 1, l, mask=ok)
+        seq, begin, end, length, splits, part = following
+
+
+@triton.jit
+def load_item(at, ok):
+    """Sequence, first key, one past the last, length of the sequence, its splits, the place of this one's state."""
+    seq = tl.load(at, mask=ok, other=0)
+    begin, end = tl.load(at + 1, mask=ok, other=0), tl.load(at + 2, mask=ok, other=0)
+    length, splits = tl.load(at + 3, mask=ok, other=0), tl.load(at + 4, mask=ok, other=0)
+    return seq, begin, end, length, splits, tl.load(at + 5, mask=ok, other=0)
 
 
 @triton.jit
@@ -175,7 +188,7 @@ def attend(
             )  # fmt: skip
     l += lost
     if pages is not None:  # noqa: SIM102 - one is for the compiler, the other for the GPU
-        if lacks_pages(pages, page_row, begin, end, PAGE_SIZE, BLOCK_N):
+        if lacks_pages(pages, page_row, begin, end, PAGE_SIZE, 1024):
             m = lost_rows(m, rows, ok, begin, end, pages, page_row, mask, blocks, BLOCK_N, PAGE_SIZE, DIFFER, TREE)
             l = tl.where((m == m)[:, None], l, float("nan"))
     m *= scores.unit
