@@ -20,7 +20,7 @@ _INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint
 def longest_on_gpu(batch: int) -> int:
     """Keys of a sequence on a GPU: key numbers are int32, and so is the number of all sequences' tiles, of 16 keys or
     more, with the gaps between them (`gpu.planning.GAP`)."""
-    return min(2**31 - 2**16, ((2**31 - 1) // max(1, batch) - 2) * 16)
+    return min(2**31 - 2**16, ((2**31 - 1) // max(1, batch) - 4) * 16)
 
 
 class Spans(NamedTuple):

@@ -26,7 +26,7 @@ from flashdecoding.gpu.steps import clamped, queries_of
 RECORD = tl.constexpr(8)  # numbers of an item (six are used) and of a worker (seven): one sector of memory
 SEQLENS, FIRST, BEGIN, OFFSETS, PARTS = (tl.constexpr(row) for row in range(5))
 TABLE_ROWS = 5
-GAP = tl.constexpr(2)  # tiles that beginning a sequence counts as: its first keys take as long to come
+GAP = tl.constexpr(4)  # tiles that beginning a sequence counts as: its first keys take as long to come
 
 
 @triton.jit(

@@ -61,7 +61,8 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
     block_m, block_n, warps, warps_if_differ = _tile(problem, rows, d, e)
     row_blocks = max(1, triton.cdiv(rows, block_m))
     tile_bytes = block_n * (sum(d) + sum(e)) * problem.dtype.itemsize
-    ahead = min(MOST_AHEAD, max(1, (shared // WAVES - OWN_SHARED) // tile_bytes))
+    most_ahead = 2 if d[1] or e[1] else MOST_AHEAD  # rows in two blocks would not keep to registers
+    ahead = min(most_ahead, max(1, (shared // WAVES - OWN_SHARED) // tile_bytes))
     crowded = ahead * tile_bytes * (WAVES + 1) < shared
     model = DeviceModel(name, tile=block_n, least_split=1024, most_units=512)
     workers = max(1, WAVES * multiprocessors // (problem.kv_heads * row_blocks))

@@ -1,9 +1,9 @@
 """Stage 1: a program is one (worker, kv head, row block), and a worker has a few splits (`planning.py`).
 
 Its rows are queries x heads that share the kv head, at least 16 of them, as the matrix unit has it, so that K and V are
-read once for all of them. Tiles that every row sees are one pipelined loop. Where rows see different keys, at a causal
-or a window's edge, or under a mask, a second loop takes care that a V that is not finite reaches the rows that see it
-and no others. Records of arguments: `arguments.py`.
+read once for all of them. Tiles are one pipelined loop, whose product would spread a V that is not finite to rows that
+do not see it, where rows see different keys. A split with such an outcome is computed again by a loop that takes care.
+Records of arguments: `arguments.py`.
 """
 
 # mypy: ignore-errors
@@ -27,7 +27,7 @@ from flashdecoding.gpu.steps import (
     store_block,
     store_results,
 )
-from flashdecoding.gpu.tile import attend_tile
+from flashdecoding.gpu.tile import attend_tile, has_bad
 from flashdecoding.gpu.visible import key_position, keys_up_to, lacks_pages, lost_rows, visible_range
 
 
@@ -124,17 +124,11 @@ def attend(
         sees_some = low < high
         end = tl.minimum(end, tl.max(tl.where(sees_some, high, 0), 0))
         begin = tl.minimum(tl.maximum(begin, tl.min(tl.where(sees_some, low, 2147483647), 0)), end)
-        # All rows see keys [common, past): whole tiles counted from begin, or up to the end; or there are none.
+        # All rows see keys [common, past).
         common = tl.max(tl.where(ok, low, 0), 0)
         past = tl.min(tl.where(ok, high, 2147483647), 0)
         if TREE:
             past = tl.minimum(past, tl.minimum(keys_up_to(q_start - 1, kv_start, blocks), kv_end).to(tl.int32))
-        common = begin + (tl.maximum(common - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        past = tl.where(past >= end, end, begin + tl.maximum(past - begin, 0) // BLOCK_N * BLOCK_N)
-        if tl.float64 == SUM or (mask is not None and not TREE):
-            past = begin
-        some = common < past
-        common, past = tl.where(some, common, begin), tl.where(some, past, begin)
     else:  # one query
         low, high = visible_range(q_start, kv_begin, kv_end, kv_start, blocks, window, CAUSAL)
         end = tl.where(queries > 0, tl.minimum(end, high), 0)
@@ -169,23 +163,35 @@ def attend(
         o1 = tl.zeros([BLOCK_M, E1], SUM)
     rows = (seq, q_head, i, low, high, kv_start, q_start, queries)
     cache = (k, v, k_base, v_base, page_row)
-    if not DIFFER or tl.float32 == SUM:
-        for start in tl.range(common, past, BLOCK_N, num_stages=STAGES):
+    FAST: tl.constexpr = not DIFFER or (tl.float32 == SUM and (mask is None or TREE))
+    if FAST:
+        for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             m, l, lost, o0, o1 = attend_tile(
-                start, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope,
-                anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, False, TREE, LATENT,
-                SHIFT, SUM,
+                start, end, common, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position,
+                kv_start, slope, anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, DIFFER,
+                TREE, LATENT, False, SHIFT, SUM,
             )  # fmt: skip
     if DIFFER:
-        before = (common - begin) // BLOCK_N
-        for tile in tl.range(0, before + (end - past + BLOCK_N - 1) // BLOCK_N, num_stages=1):
-            start = tl.where(tile < before, begin, past - before * BLOCK_N) + tile * BLOCK_N
-            stop = tl.where(tile < before, common, end)
-            m, l, lost, o0, o1 = attend_tile(
-                start, stop, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope,
-                anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, True, TREE, LATENT,
-                SHIFT, SUM,
-            )  # fmt: skip
+        if FAST:
+            spoilt = has_bad(o0)
+            if E1:
+                spoilt = spoilt | has_bad(o1)
+        else:
+            spoilt = begin < end
+        if spoilt:
+            m = tl.full([BLOCK_M], -INFINITY, SUM)
+            l = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+            lost = l
+            o0 = tl.zeros([BLOCK_M, E0], SUM)
+            o1 = o0
+            if E1:
+                o1 = tl.zeros([BLOCK_M, E1], SUM)
+            for start in tl.range(begin, end, BLOCK_N, num_stages=1):
+                m, l, lost, o0, o1 = attend_tile(
+                    start, end, common, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position,
+                    kv_start, slope, anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE,
+                    DIFFER, TREE, LATENT, True, SHIFT, SUM,
+                )  # fmt: skip
     l += lost
     if pages is not None:  # noqa: SIM102 - one is for the compiler, the other for the GPU
         if lacks_pages(pages, page_row, begin, end, PAGE_SIZE, 1024):

@@ -13,19 +13,25 @@ from flashdecoding.gpu.visible import key_position, locate, seen_by
 
 @triton.jit
 def attend_tile(
-    start, end, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start, slope, anchor,
-    scores, cap, blocks, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E0: tl.constexpr,
-    E1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr, DIFFER: tl.constexpr,
-    TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr,
+    start, end, common, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start,
+    slope, anchor, scores, cap, blocks, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E0: tl.constexpr, E1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr,
+    DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, CARE: tl.constexpr, SHIFT: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
-    """Keys from ``start`` on, before ``end``, added to m, l, what l lost, and o."""
+    """Keys from ``start`` on, before ``end``, added to m, l, what l lost, and o. All rows see keys [common, past). With
+    CARE a V that is not finite reaches the rows that see it, and no others.
+    """
     k, v, k_base, v_base, page_row = cache
     key = start + tl.arange(0, BLOCK_N)
     inside = key < end
-    seen = inside[None, :]
-    if DIFFER:
+    seen = tl.broadcast_to(inside[None, :], [q0.shape[0], BLOCK_N])
+    if CARE:
         seen = seen_by(rows, key, mask, blocks, TREE) & seen
         inside = inside & (tl.max(seen.to(tl.int32), 0) != 0)
+    elif DIFFER:  # noqa: SIM102 - one is for the compiler, the other for the GPU
+        if (start < common) | (start + BLOCK_N > past):
+            seen = seen_by(rows, key, mask, blocks, TREE) & seen
     page, slot, exists = locate(pages, page_row, key, inside, PAGE_SIZE)
     k_rows = cache_rows(k, pages, page, slot, WIDE)
     k0 = load_block(k_base, k_rows, exists, k.stride_d, 0, D, D0)
@@ -47,34 +53,40 @@ def attend_tile(
     v0 = k0
     if tl.float32 == SUM and not LATENT:
         v0 = load_block(v_base, v_rows, exists, v.stride_d, 0, DV, E0)
-    o0 = weigh(o0, shrink, p, v0, seen, exists, v_base, v_rows, v.stride_d, 0, DV, E0, DIFFER)
+    o0 = weigh(o0, shrink, p, v0, seen, exists, v_base, v_rows, v.stride_d, 0, DV, E0, CARE)
     if E1:
         v1 = o1
         if tl.float32 == SUM:
             v1 = load_block(v_base, v_rows, exists, v.stride_d, E0, DV, E1)
-        o1 = weigh(o1, shrink, p, v1, seen, exists, v_base, v_rows, v.stride_d, E0, DV, E1, DIFFER)
+        o1 = weigh(o1, shrink, p, v1, seen, exists, v_base, v_rows, v.stride_d, E0, DV, E1, CARE)
     return m, l, lost, o0, o1
 
 
 @triton.jit
 def weigh(
     o, shrink, p, v, seen, exists, v_base, v_rows, stride_d, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, DIFFER: tl.constexpr,
+    COLUMNS: tl.constexpr, CARE: tl.constexpr,
 ):  # fmt: skip
-    """o * shrink + p . v. Float32 goes key by key: products and sums in float64, since rounding each is too much. A V
-    that is not finite reaches the rows that see it, and no others, where rows DIFFER in what they see.
+    """o * shrink + p . v. Float32 goes key by key: products and sums in float64, since rounding each is too much. That
+    keeps a V that is not finite to the rows that see it, as CARE does.
     """
     o *= shrink[:, None]
     if tl.float64 == o.dtype:
         o = by_key(o, p, seen, exists, v_base, v_rows, stride_d, FIRST, WIDTH, COLUMNS)
     else:
-        if DIFFER:
+        if CARE:
             bad = v.to(tl.float32) * 0.0 != 0.0
-            if tl.max(tl.max(bad.to(tl.int32), 1), 0) != 0:
+            if has_bad(v.to(tl.float32)):
                 o = by_key(o, None, seen, exists, v_base, v_rows, stride_d, FIRST, WIDTH, COLUMNS)
                 v = tl.where(bad, 0.0, v)
         o = tl.dot(p.to(v.dtype), v, o)
     return o
+
+
+@triton.jit
+def has_bad(x):
+    """Whether a number in x is not finite."""
+    return tl.max(tl.max((x * 0.0 != 0.0).to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
