@@ -15,7 +15,7 @@ import torch
 from flashdecoding.remember import remember
 
 MOST_KNOWN = 4096  # kinds of launch
-OPTIONS = frozenset(("num_warps", "launch_pdl"))  # Triton's own
+OPTIONS = frozenset(("num_warps", "launch_pdl", "enable_fp_fusion"))  # Triton's own
 
 
 class Pointers:

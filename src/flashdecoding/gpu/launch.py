@@ -155,6 +155,8 @@ def _common_numbers(c: Checked) -> dict[str, Any]:
     return {
         "KV_HEADS": c.kv_heads, "GROUP": c.q_heads // c.kv_heads, "q_len": c.q_len, "DV": c.head_dim_v,
         "tokens": c.signature.q.shape[2],
+        # Rounding a product and a sum at once is left to each variant's compilation: other strides, other bits.
+        "enable_fp_fusion": False,
     }  # fmt: skip
 
 

@@ -164,10 +164,13 @@ def attend(
     rows = (seq, q_head, i, low, high, kv_start, q_start, queries)
     cache = (k, v, k_base, v_base, page_row)
     FAST: tl.constexpr = not DIFFER or (tl.float32 == SUM and (mask is None or TREE))
+    fast_end = end
+    if TREE:  # whose tiles go through the loop below: it would give them other bits than the first
+        fast_end = tl.minimum(begin + tl.maximum(past - begin, 0) // BLOCK_N * BLOCK_N, end)
     if FAST:
-        for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        for start in tl.range(begin, fast_end, BLOCK_N, num_stages=STAGES):
             m, l, lost, o0, o1 = attend_tile(
-                start, end, common, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position,
+                start, fast_end, common, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position,
                 kv_start, slope, anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, DIFFER,
                 TREE, LATENT, False, SHIFT, SUM,
             )  # fmt: skip
@@ -186,7 +189,8 @@ def attend(
             o1 = o0
             if E1:
                 o1 = tl.zeros([BLOCK_M, E1], SUM)
-            for start in tl.range(begin, end, BLOCK_N, num_stages=1):
+        if TREE or spoilt:
+            for start in tl.range(tl.where(spoilt, begin, fast_end), end, BLOCK_N, num_stages=1):
                 m, l, lost, o0, o1 = attend_tile(
                     start, end, common, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position,
                     kv_start, slope, anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE,
