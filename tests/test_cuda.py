@@ -90,6 +90,17 @@ def test_one_plan_for_layers_in_a_graph() -> None:
             assert_same_bits(result[1], right[1])
 
 
+def test_caches_that_hold_no_key_leave_stage_2_the_plan_of_this_call() -> None:
+    """No stage 1 lies between the plan and stage 2, which must not read what the memory of the plan held before."""
+    problem = Case(*BF16, 32, 8, (0,) * 64).build("cuda")
+    k, v = problem.k[:, :, :0], problem.v[:, :, :0]
+    for _ in range(200):
+        old = [torch.full((size,), 7, dtype=torch.int32, device="cuda") for size in (512, 1024, 2048, 4096, 8192)]
+        del old  # for the call to find
+        out, lse = decode_attention(problem.q, k, v, return_lse=True)
+        assert (out == 0).all() and (lse == -torch.inf).all()
+
+
 def test_host_lengths_are_refused_while_a_graph_is_captured() -> None:
     problem = Case(*BF16, 8, 2, (300, 5)).build("cuda")
     decode(problem)

@@ -17,10 +17,13 @@ Lengths = int | Sequence[int] | torch.Tensor
 _INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
+GAP_TILES = 4  # tiles that a plan on a GPU counts for beginning a sequence (`gpu/planning.py`)
+
+
 def longest_on_gpu(batch: int) -> int:
     """Keys of a sequence on a GPU: key numbers are int32, and so is the number of all sequences' tiles, of 16 keys or
-    more, with the gaps between them (`gpu.planning.GAP`)."""
-    return min(2**31 - 2**16, ((2**31 - 1) // max(1, batch) - 4) * 16)
+    more, with the gaps between them."""
+    return min(2**31 - 2**16, ((2**31 - 1) // max(1, batch) - GAP_TILES) * 16)
 
 
 class Spans(NamedTuple):

@@ -20,9 +20,12 @@ def merge_kernel(
     out, results, parts, cut, places, sinks, tokens, q_len, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The states of a row's splits become BLOCK_E columns of the output. PDL: placed while stage 1 still runs."""
+    """The states of a row's splits become BLOCK_E columns of the output. PDL: this may be placed while stage 1 runs,
+    and what follows while this does. The plan is read before the wait: it was there before stage 1 let this be placed
+    (`Shape.launching`).
+    """
     if PDL:
-        gdc_launch_dependents()  # what follows may be placed; it waits for the end of this
+        gdc_launch_dependents()
     max_rows = q_len * GROUP
     rows = KV_HEADS * max_rows
     seq, head = tl.program_id(0) // rows, tl.program_id(0) % rows // max_rows

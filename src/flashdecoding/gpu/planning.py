@@ -1,10 +1,10 @@
 """How a batch is cut into splits on the device, by its valid lengths: one small kernel, no sync.
 
-All sequences' tiles stand in a row, one sequence after the other with a gap between them, and every worker gets an
-equal stretch of it: a worker is a program of stage 1 for one kv head and row block, and as many run as the GPU holds at
-once. Where a stretch ends within a sequence, the sequence is cut. Sequences of one length are cut evenly or not at all,
-where that leaves at most a ninth of the workers without any. For a batch-invariant plan a sequence's own length cuts
-it, and workers get the splits that begin in their stretch.
+All sequences' tiles stand in a row, one sequence after the other, and every worker gets an equal stretch of it: a
+worker is a program of stage 1 for one kv head and row block, and as many run as the GPU holds at once. Where a stretch
+ends within a sequence, the sequence is cut. Sequences of as many tiles each are cut evenly or not at all, where that
+makes the stretch longer by an eighth at most; among others there is a gap after each, for what beginning one costs. For
+a batch-invariant plan a sequence's own length cuts it, and workers get the splits that begin in their stretch.
 
 A plan is int32 memory: the *table*, with a column for each sequence and one more, of SEQLENS, FIRST (the first key that
 a query may see), BEGIN (its first tile in that row of all tiles), OFFSETS (its splits, as `SplitPlan` has them) and
@@ -22,11 +22,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashdecoding.gpu.steps import clamped, queries_of
+from flashdecoding.lengths import GAP_TILES
 
 RECORD = tl.constexpr(8)  # numbers of an item (six are used) and of a worker (seven): one sector of memory
 SEQLENS, FIRST, BEGIN, OFFSETS, PARTS = (tl.constexpr(row) for row in range(5))
 TABLE_ROWS = 5
-GAP = tl.constexpr(4)  # tiles that beginning a sequence counts as: its first keys take as long to come
+GAP = tl.constexpr(GAP_TILES)  # tiles that beginning a sequence counts as: its first keys take as long to come
 
 
 @triton.jit(

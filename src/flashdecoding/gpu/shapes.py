@@ -41,14 +41,17 @@ class Shape:
     merged_columns: int
     merge_warps: int
     dependent_launch: bool  # a kernel is placed before the one ahead of it has ended (programmatic dependent launch)
-
-    crowded: bool  # a multiprocessor may take more than WAVES programs of stage 1
+    crowded: bool  # a multiprocessor may take more than WAVES programs of stage 1, were it for shared memory alone
 
     def launching(self, stage_1: bool = False) -> dict[str, Any]:
-        """What kernels and Triton are told of that. Programs that come early go where they find space, of which those
-        that still run leave more in some places: stage 1 would crowd there, and be slower than if it came later.
+        """What kernels and Triton are told of `dependent_launch`.
+
+        Programs that come early go where they find space. Where those that still run leave space for more of stage 1
+        than should share a multiprocessor, it comes late instead. Stage 2 reads the plan before it waits: that is right
+        only because stage 1 lies between, whose programs wait for the plan before they let stage 2 come. If no sequence
+        can have a split, nothing lies between, and all come late.
         """
-        early = self.dependent_launch and not (stage_1 and self.crowded)
+        early = self.dependent_launch and self.most_items > 0 and not (stage_1 and self.crowded)
         return {"PDL": self.dependent_launch, **({"launch_pdl": True} if early else {})}
 
 
@@ -60,6 +63,7 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
     name, multiprocessors, shared, dependent = _device(device)
     block_m, block_n, warps, warps_if_differ = _tile(problem, rows, d, e)
     row_blocks = max(1, triton.cdiv(rows, block_m))
+    # (Latent attention loads K alone, but a plan does not know of that.)
     tile_bytes = block_n * (sum(d) + sum(e)) * problem.dtype.itemsize
     most_ahead = 2 if d[1] or e[1] else MOST_AHEAD  # rows in two blocks would not keep to registers
     ahead = min(most_ahead, max(1, (shared // WAVES - OWN_SHARED) // tile_bytes))
@@ -87,7 +91,7 @@ def launch_shape(problem: DecodeProblem, longest: int, batch_invariant: bool, de
 
 def _merge_tile(problem: DecodeProblem, splits: int) -> tuple[int, int, int]:
     """States and columns of a tile of stage 2, and warps, for sequences that usually have up to ``splits``. A warp has
-    2048 numbers of a tile, with float64 sums 512.
+    2048 numbers of a tile, with float64 sums 512; more where 16 warps are not enough for that.
     """
     states = min(512, max(16, triton.next_power_of_2(splits)))
     columns = min(max(32, 2048 // states), max(16, triton.next_power_of_2(problem.head_dim_v)))

@@ -165,7 +165,10 @@ def attend(
     cache = (k, v, k_base, v_base, page_row)
     FAST: tl.constexpr = not DIFFER or (tl.float32 == SUM and (mask is None or TREE))
     fast_end = end
-    if TREE:  # whose tiles go through the loop below: it would give them other bits than the first
+    # With causal and window a tile gives the same bits in both loops (tests/test_contract.py), so that a split may be
+    # computed again. With a draft tree a few results in ten thousand differ, and another row's V would decide which
+    # bits a row gets: its tiles always go through the second loop.
+    if TREE:
         fast_end = tl.minimum(begin + tl.maximum(past - begin, 0) // BLOCK_N * BLOCK_N, end)
     if FAST:
         for start in tl.range(begin, fast_end, BLOCK_N, num_stages=STAGES):
