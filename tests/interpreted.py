@@ -54,7 +54,7 @@ def as_tensor(numbers: Any) -> Any:
 
 
 def main() -> None:
-    shapes._device = lambda device: ("interpreter", 4, 228 << 10, False)  # type: ignore[assignment]
+    shapes._device = lambda device: ("interpreter", 4, 228 << 10, False, 64)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: None  # type: ignore[assignment,return-value]
     torch.cuda.is_available = lambda: False
     with np.errstate(divide="ignore", invalid="ignore"):  # what a GPU does without a word

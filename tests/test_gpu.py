@@ -90,15 +90,18 @@ class _FrontEnd:
         self.by_name: list[tuple[Any, dict[str, Any]]] = []
         self.by_position: list[tuple[Any, tuple[Any, ...]]] = []
 
+    function = packed_metadata = None
+
     def __getitem__(self, grid: Any) -> Any:
-        def run(*arguments: Any, stream: int = 0, **named: Any) -> Any:
-            if named:
-                self.by_name.append((grid, named))
-                return self
-            self.by_position.append((grid, arguments))
-            return None
+        def run(**named: Any) -> Any:
+            self.by_name.append((grid, named))
+            return self
 
         return run
+
+    def run(self, x: int, y: int, z: int, stream: int, *launch: Any) -> None:
+        """As a compiled kernel has it: function, metadata and hooks come before the kernel's own arguments."""
+        self.by_position.append(((x, y, z), launch[5:]))
 
 
 def test_a_kind_of_launch_goes_through_the_front_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,17 +109,19 @@ def test_a_kind_of_launch_goes_through_the_front_end_once(monkeypatch: pytest.Mo
     from flashdecoding.gpu import direct
     from flashdecoding.gpu.arguments import Sinks, View
 
-    monkeypatch.setattr(direct, "_stream", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     kernel = _FrontEnd()
-    launcher = direct.Direct(kernel, {"out": range(0, 1), "q": range(1, 2), "sinks": range(2, 3)})
+    launcher = direct.Direct({"out": slice(0, 1), "q": slice(1, 2), "sinks": slice(2, 3)})
     memory = torch.zeros(64, dtype=torch.int32)
 
     def launch(key: str, q: torch.Tensor, sinks: torch.Tensor | None) -> None:
         records = {
             "q": View(q, 1, 2, 3, 4), "out": View(memory, 5, 6, 7, 8), "sinks": None if sinks is None else Sinks(sinks),
         }  # fmt: skip
-        pointers = direct.Pointers((memory, q, sinks))
-        launcher.launch(key, (3, 2), pointers, lambda: (records, {"numbers": (1.5, 2), "N": 16, "num_warps": 4}))
+        others = {"numbers": (1.5, 2), "N": 16, "num_warps": 4}
+        addresses, kind = direct.addresses_of((memory, q, sinks))
+        first = direct.Launch(kernel, (3, 2), records, others)
+        launcher.launch((key, kind, sinks is None), addresses, memory.device, lambda: [first])
 
     at = memory.data_ptr()
     assert at % 16 == 0

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from flashdecoding.lengths import DeviceSpans, Lengths, Spans, device_spans, read_lengths, read_offsets
+from flashdecoding.lengths import (
+    NOTHING_BUT_A_PLAN,
+    DeviceSpans,
+    Lengths,
+    Spans,
+    device_spans,
+    read_lengths,
+    read_offsets,
+)
 from flashdecoding.plan import SplitPlan
 from flashdecoding.refusal import Refusal
 from flashdecoding.remember import remember
@@ -71,6 +79,11 @@ def check_call(
     tensors = (q, k, v, page_table, cu_q_lens, sinks, alibi_slopes, mask)
     has_lengths = seqlens is not None or plan is not None
     checked = _recall(caller, tensors, options, has_lengths, q_start is not None)
+    if (
+        plan is not None and kv_begin is cu_q_lens is q_start is None and type(kv_start) is int and kv_start == 0
+        and plan.admits(checked) and (seqlens is None or plan.is_made_from(seqlens))
+    ):  # fmt: skip
+        return Call(checked, q, k, v, page_table, sinks, alibi_slopes, mask, NOTHING_BUT_A_PLAN)
     refusal = Refusal(caller)
     spans: Spans | DeviceSpans
     if checked.signature.q.device.type == "cuda":
@@ -85,6 +98,8 @@ def check_call(
     call = Call(checked, q, k, v, page_table, sinks, alibi_slopes, mask, spans)
     if plan is not None and (plan.problem != checked.problem or call.positioned or plan.where != q.device):
         check_plan(caller, plan, q, k, v, cu_q_lens, max_q_len, None if call.positioned else window)
+    if plan is not None and not call.positioned:
+        plan.admit(checked)
     return call
 
 
@@ -108,9 +123,13 @@ def _recall(
 ) -> Checked:
     """What :func:`check_signature` says of a call, remembered. Tensors and options are in the order of `Signature`."""
     try:
-        known = [t if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in tensors]
-        # With their types: 1, 1.0 and True are equal, but not all of them are right.
-        key = (caller, *known, *options, *map(type, options), has_lengths, has_q_start)
+        key: tuple[Any, ...] = (caller, *map(_facts, tensors[:3]), has_lengths, has_q_start)
+        if any(given is not None for given in tensors[3:]):
+            key += tuple([t if t is None else _facts(t) for t in tensors[3:]])
+        max_q_len, scale, causal, window, softcap, kv_block, kv_stride = options
+        if not (max_q_len is scale is window is softcap is kv_block is kv_stride is None and causal is True):
+            # With their types: 1, 1.0 and True are equal, but not all of them are right.
+            key += (*options, *map(type, options))
         checked = _known.get(key)
         if checked is not None:
             return checked
@@ -121,6 +140,11 @@ def _recall(
     if key:
         return remember(_known, key, checked, _MOST_KNOWN)
     return checked
+
+
+def _facts(t: torch.Tensor) -> tuple[Any, ...]:
+    """All that a signature looks at, as it comes."""
+    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg()
 
 
 def refuse_quantised(caller: str, k_scale: Any, v_scale: Any, k_zero: Any, v_zero: Any) -> None:
@@ -134,7 +158,7 @@ def refuse_quantised(caller: str, k_scale: Any, v_scale: Any, k_zero: Any, v_zer
 
 def refuse_grad(caller: str, **inputs: Any) -> None:
     """Forward only: raises where autograd would expect a gradient or a tangent."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in inputs.values()):
         asking = [name for name, t in inputs.items() if isinstance(t, torch.Tensor) and t.requires_grad]
         if asking:
             reason = "requires grad, and no gradients are computed; use torch.no_grad()"

@@ -46,6 +46,9 @@ class DeviceSpans(NamedTuple):
     kv_start: torch.Tensor | None
 
 
+NOTHING_BUT_A_PLAN = DeviceSpans(None, None, None, None, None)
+
+
 def host_lengths(lengths: Lengths, batch: int, most: int | None, caller: str, name: str = "seqlens") -> tuple[int, ...]:
     """Lengths as ints: ``batch`` of them (a single number stands for all), each in [0, most]."""
     refusal = Refusal(caller)
@@ -122,6 +125,9 @@ def device_spans(
     cu_q_lens: torch.Tensor | None, q_start: Lengths | None, kv_start: Lengths,
 ) -> DeviceSpans:  # fmt: skip
     """What the kernels are told of each sequence, without a look at it."""
+    from_zero = type(kv_start) is int and kv_start == 0
+    if seqlens is kv_begin is cu_q_lens is q_start is None and from_zero and checked.signature.has_lengths:
+        return NOTHING_BUT_A_PLAN
     device, most = checked.signature.q.device, min(checked.capacity, longest_on_gpu(checked.batch))
     if not checked.signature.has_lengths:
         whole = f"a GPU takes at most {most} keys a sequence in a batch of {checked.batch}"
@@ -130,7 +136,6 @@ def device_spans(
     def place(name: str, lengths: Lengths | None, most: int | None) -> torch.Tensor | None:
         return device_lengths(refusal, lengths, checked.batch, most, device, name)
 
-    from_zero = type(kv_start) is int and kv_start == 0
     return DeviceSpans(
         place("seqlens", seqlens, most), place("kv_begin", kv_begin, checked.capacity),
         None if cu_q_lens is None else cu_q_lens.contiguous(), place("q_start", q_start, None),

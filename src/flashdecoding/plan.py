@@ -16,7 +16,7 @@ import torch
 
 from flashdecoding.lengths import Lengths, host_lengths
 from flashdecoding.refusal import Refusal, in_range, is_positive
-from flashdecoding.signature import FLOAT_DTYPES
+from flashdecoding.signature import FLOAT_DTYPES, Checked
 
 LONGEST = 2**31 - 1  # the plan's arrays are int32
 Int32Array = npt.NDArray[np.int32]
@@ -119,6 +119,14 @@ class SplitPlan(ABC):
     def is_made_from(self, seqlens: object) -> bool:
         """Whether these are the plan's lengths, as can be told without a look at them."""
 
+    @abstractmethod
+    def admits(self, checked: Checked) -> bool:
+        """Whether such a call is known to fit, if nothing else is given by sequence: :meth:`admit` said so."""
+
+    @abstractmethod
+    def admit(self, checked: Checked) -> None:
+        """Such a call was found to fit."""
+
     @property
     @abstractmethod
     def num_splits(self) -> int:
@@ -170,6 +178,12 @@ class HostPlan(SplitPlan):
         self.first = _read_only(table[1, : problem.batch])
         self.split_keys = _read_only(table[2, : problem.batch])
         self.split_offsets = _read_only(table[3])
+
+    def admits(self, checked: Checked) -> bool:
+        return False  # the host reads the lengths in every call
+
+    def admit(self, checked: Checked) -> None:
+        pass
 
     def update(self, seqlens: Lengths) -> None:
         self.rewrite(host_lengths(seqlens, self.problem.batch, self.max_seqlen, "SplitPlan.update"))

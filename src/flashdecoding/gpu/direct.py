@@ -1,8 +1,8 @@
 """Launching a compiled kernel directly, once Triton's front end has compiled it for a kind of call.
 
 The front end looks at each of a hundred arguments in every launch, which takes longer than all else that a call does on
-the host. What it looks for follows from what a call is (``key``), from which pointers are given, and from which of them
-are multiples of 16: later launches of the same kind hand numbers to the kernel that the first one compiled.
+the host. What it looks for follows from what a call is (its ``key``), from which pointers are given, and from which of
+them are multiples of 16: later launches of the same kind hand numbers to the kernel that the first one compiled.
 """
 
 from __future__ import annotations
@@ -11,85 +11,96 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from triton import knobs
 
 from flashdecoding.remember import remember
 
 MOST_KNOWN = 4096  # kinds of launch
 OPTIONS = frozenset(("num_warps", "launch_pdl", "enable_fp_fusion"))  # Triton's own
 
-
-class Pointers:
-    """The tensors of one call, for all of its kernels: what they take of each is its address."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        self.addresses = [None if x is None else x.data_ptr() for x in tensors]
-        self.kinds = tuple([at if at is None else at % 16 == 0 for at in self.addresses])
+Addresses = tuple[int | None, ...]
 
 
-class _Record(NamedTuple):
-    """An argument with pointers: its place among the kernel's, theirs among the call's, and the rest of it."""
+def addresses_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Addresses, Hashable]:
+    """Where tensors lie, and of which kind that is: what of it a kernel is compiled for. Tensors that are not given are
+    no part of the kind.
+    """
+    addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
+    bits = 0
+    for at in addresses:
+        if at:
+            bits |= at
+    return addresses, None if bits % 16 == 0 else tuple([at is not None and at % 16 == 0 for at in addresses])
 
-    place: int
-    pointers: range
-    rest: tuple[Any, ...]
+
+class Launch(NamedTuple):
+    """What the first launch of a kind hands over, and later ones know. Records begin with their pointers."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    records: Mapping[str, Any]  # arguments with pointers, by name; None is not given
+    others: Mapping[str, Any]  # all other arguments, and Triton's options
 
 
-class _Known(NamedTuple):
+class _Ready(NamedTuple):
+    """A launch of which only addresses are open."""
+
     compiled: Any
-    grid: tuple[int, int, int]
-    arguments: list[Any]  # by position; those with pointers are filled in
-    records: list[_Record]
+    grid: tuple[int, int]
+    arguments: list[Any]  # by position; records are filled in
+    records: list[tuple[int, slice, tuple[Any, ...]]]  # place, pointers among a call's, what follows them
 
 
 class Direct:
-    """One kernel. ``roles`` says where among a call's pointers those of an argument are, by the argument's name: they
-    are the first fields of a record.
+    """Kernels that are launched one after the other. ``roles`` says where among a call's addresses those of a record
+    are, by the argument's name.
     """
 
-    def __init__(self, kernel: Any, roles: Mapping[str, range]) -> None:
-        self._kernel = kernel
+    def __init__(self, roles: Mapping[str, slice]) -> None:
         self._roles = roles
-        self._known: dict[Hashable, _Known] = {}
+        self._known: dict[Hashable, list[_Ready]] = {}
 
     def launch(
-        self,
-        key: Hashable,
-        grid: tuple[int, int],
-        pointers: Pointers,
-        given: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]],
+        self, key: Hashable, addresses: Addresses, device: torch.device, first: Callable[[], list[Launch]]
     ) -> None:
-        """Launch on the current device and stream.
-
-        ``given()`` is asked in the first launch of a kind: the arguments with pointers, records or None, and all others
-        and Triton's options, which follow from ``key``.
+        """Launch on the current stream of ``device``, which is the current one. ``first()`` is asked the first time;
+        all that it says follows from ``key``, but for the addresses.
         """
-        kind = (key, grid, pointers.kinds)
-        known = self._known.get(kind)
+        known = self._known.get(key)
         if known is None:
-            self._first(kind, grid, *given())
+            known = [ready for ready in map(self._first, first()) if ready is not None]
+            if known:
+                remember(self._known, key, known, MOST_KNOWN)
             return
-        addresses, arguments = pointers.addresses, known.arguments.copy()
-        for place, taken, rest in known.records:
-            arguments[place] = (*addresses[taken.start : taken.stop], *rest)
-        known.compiled[known.grid](*arguments, stream=_stream())
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        told = _has_calls(knobs.runtime.launch_enter_hook) or _has_calls(knobs.runtime.launch_exit_hook)
+        for compiled, (x, y), template, records in known:
+            arguments = template.copy()
+            for place, pointers, rest in records:
+                arguments[place] = addresses[pointers] + rest
+            if told:  # a profiler wants to know more
+                compiled[x, y, 1](*arguments, stream=stream)
+            else:
+                compiled.run(x, y, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
-    def _first(
-        self, kind: Hashable, grid: tuple[int, int], records: Mapping[str, Any], others: Mapping[str, Any]
-    ) -> None:
-        """Launch by way of the front end, and remember what it compiled."""
-        names = self._kernel.arg_names
-        assert set(names) == {*records, *others} - OPTIONS, "arguments that are missing, or not the kernel's"
-        compiled = self._kernel[grid](**records, **others)
-        if compiled is None:  # Triton's interpreter
-            return
-        taken = [
-            _Record(names.index(name), self._roles[name], tuple(record[len(self._roles[name]) :]))
-            for name, record in records.items()
-            if record is not None
-        ]
-        known = _Known(compiled, (*grid, 1), [others.get(name) for name in names], taken)
-        remember(self._known, kind, known, MOST_KNOWN)
+    def _first(self, launch: Launch) -> _Ready | None:
+        """Launch by way of the front end; what it compiled. None from Triton's interpreter."""
+        kernel, grid, given, others = launch
+        names = kernel.arg_names
+        assert set(names) == {*given, *others} - OPTIONS, "arguments are missing, or not the kernel's"
+        compiled = kernel[grid](**given, **others)
+        if compiled is None:
+            return None
+        records = []
+        for name, record in given.items():
+            pointers = self._roles[name]
+            count = pointers.stop - pointers.start
+            if record is not None and any(pointer is not None for pointer in record[:count]):
+                records.append((names.index(name), pointers, tuple(record[count:])))
+        arguments = [given.get(name, others.get(name)) for name in names]
+        return _Ready(compiled, grid, arguments, records)
 
 
-def _stream() -> int:
-    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+def _has_calls(hook: Any) -> bool:
+    """Whether a hook of Triton's does anything: None, a function, or a chain of functions."""
+    return bool(getattr(hook, "calls", hook))

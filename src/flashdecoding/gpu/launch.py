@@ -11,7 +11,6 @@ import triton.language as tl
 
 from flashdecoding.gpu.arguments import (
     Mask,
-    Parts,
     Places,
     Results,
     Scores,
@@ -21,12 +20,12 @@ from flashdecoding.gpu.arguments import (
     blocks_of,
     pages_of,
 )
-from flashdecoding.gpu.direct import Direct, Pointers
+from flashdecoding.gpu.direct import Direct, Launch, addresses_of
 from flashdecoding.gpu.merge import merge_kernel
 from flashdecoding.gpu.plans import DeviceCut, DevicePlan, cut_on_device, on
-from flashdecoding.gpu.shapes import Shape, launch_shape
+from flashdecoding.gpu.shapes import MOST_AHEAD_IN_PAGES, Shape, launch_shape
 from flashdecoding.gpu.split import split_kernel
-from flashdecoding.lengths import DeviceSpans, longest_on_gpu
+from flashdecoding.lengths import NOTHING_BUT_A_PLAN, DeviceSpans, longest_on_gpu
 from flashdecoding.plan import DecodeProblem
 from flashdecoding.state import AttentionState
 
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
     from flashdecoding.signature import Checked
 
 
-# Where an argument's pointers are in `Given.pointers`.
+# Where an argument's pointers are among a call's addresses: those of `Given.tensors`, then of the cut and the parts.
 SHARED = {
-    "out": range(0, 1), "results": range(1, 4), "parts": range(4, 6), "cut": range(6, 9), "places": range(9, 13),
-    "sinks": range(13, 14),
+    "out": slice(0, 1), "results": slice(1, 4), "places": slice(4, 8), "sinks": slice(8, 9), "cut": slice(15, 18),
+    "parts": slice(18, 20),
 }  # fmt: skip
-OWN = {name: range(at, at + 1) for at, name in enumerate(("q", "k", "v", "pages", "mask", "slopes"), 14)}
+OWN = {name: slice(at, at + 1) for at, name in enumerate(("q", "k", "v", "pages", "mask", "slopes"), 9)}
 
-_split, _merge = Direct(split_kernel, {**OWN, **SHARED}), Direct(merge_kernel, SHARED)
+_stages = Direct({**OWN, **SHARED})
 
 
 class Given(NamedTuple):
@@ -54,27 +53,28 @@ class Given(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor | None
     state: tuple[torch.Tensor, torch.Tensor] | None
-    parts: Parts
+    scratch: torch.Tensor  # as `Shape.scratch` says
     mask: torch.Tensor | None
     slopes: torch.Tensor | None
     sinks: torch.Tensor | None
 
     @property
-    def pointers(self) -> Pointers:
-        call, cut = self.call, self.cut
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        call = self.call
         m, l = self.state or (None, None)
         _, kv_begin, q_offsets, q_start, kv_start = cast(DeviceSpans, call.spans)
-        return Pointers((
-            self.out, self.lse, m, l, *self.parts, cut.workers, cut.table, cut.items, kv_begin, q_offsets, q_start,
-            kv_start, self.sinks, call.q, call.k, call.v, call.page_table, self.mask, self.slopes,
-        ))  # fmt: skip
+        return (
+            self.out, self.lse, m, l, kv_begin, q_offsets, q_start, kv_start, self.sinks, call.q, call.k, call.v,
+            call.page_table, self.mask, self.slopes,
+        )  # fmt: skip
 
     def shared(self) -> dict[str, Any]:
         """Arguments of both stages with pointers."""
         packed = self.call.checked.ragged
         return {
-            "out": View.of(self.out, packed), "results": Results.of(self.lse, self.state, packed), "parts": self.parts,
-            "cut": self.cut.argument(), "places": Places.of(cast(DeviceSpans, self.call.spans)),
+            "out": View.of(self.out, packed), "results": Results.of(self.lse, self.state, packed),
+            "parts": self.cut.shape.scratch.parts(self.scratch), "cut": self.cut.argument(),
+            "places": Places.of(cast(DeviceSpans, self.call.spans)),
             "sinks": None if self.sinks is None else Sinks(self.sinks),
         }  # fmt: skip
 
@@ -108,23 +108,20 @@ def _run(
     state: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:  # fmt: skip
     c = call.checked
-    rows = c.q_len * (c.q_heads // c.kv_heads)
-    if c.ragged or rows == 0 or c.batch == 0:  # tokens of no sequence
+    nothing = c.q_len == 0 or c.batch == 0
+    if c.ragged or nothing:  # tokens of no sequence
         out.zero_()
-        for x, nothing in ((lse, -math.inf), *zip(state or (), (-math.inf, 0.0), strict=False)):
+        for x, empty in ((lse, -math.inf), *zip(state or (), (-math.inf, 0.0), strict=False)):
             if x is not None:
-                x.fill_(nothing)
-    if rows == 0 or c.batch == 0:
+                x.fill_(empty)
+    if nothing:
         return
     with on(call.q.device):
         cut = _cut(call) if plan is None else cast(DevicePlan, plan).cut
-        parts = cut.shape.most_parts * c.kv_heads * rows
-        sums = torch.float64 if c.dtype == torch.float32 else torch.float32
         mask = None if call.mask is None else call.mask.view(torch.uint8)
-        slopes, sinks = (None if x is None else x.contiguous() for x in (call.alibi_slopes, call.sinks))
-        o = call.q.new_empty((parts, c.head_dim_v), dtype=torch.float32)
-        ml = call.q.new_empty((parts, 2), dtype=sums)
-        _launch(Given(call, cut, out, lse, state, Parts(o, ml), mask, slopes, sinks))
+        slopes = None if call.alibi_slopes is None else call.alibi_slopes.contiguous()
+        sinks = None if call.sinks is None else call.sinks.contiguous()
+        _launch(Given(call, cut, out, lse, state, cut.shape.scratch.empty(call.q.device), mask, slopes, sinks))
 
 
 def _cut(call: Call) -> DeviceCut:
@@ -140,15 +137,25 @@ def _cut(call: Call) -> DeviceCut:
 
 def _launch(given: Given) -> None:
     """Stage 1 and stage 2."""
-    call, shape = given.call, given.cut.shape
-    c, latent, pointers = call.checked, _latent(call, shape), given.pointers
-    places = cast(DeviceSpans, call.spans)[1:]
-    key = (c, shape, given.out.stride(), latent, *[None if x is None else x.dtype for x in places])
-    if shape.most_items:
-        grid = shape.workers * c.kv_heads, shape.row_blocks
-        _split.launch(key, grid, pointers, lambda: (given.split(), _split_numbers(call, shape, latent)))
-    grid = c.batch * c.q_heads * c.q_len, triton.cdiv(c.head_dim_v, shape.merged_columns)
-    _merge.launch(key, grid, pointers, lambda: (given.shared(), _merge_numbers(call, shape)))
+    call, cut, spans = given.call, given.cut, cast(DeviceSpans, given.call.spans)
+    addresses, kind = addresses_of(given.tensors)
+    # All that decides how the kernels are compiled. Strides of what was made for the call follow from its shape.
+    key = (
+        call.checked, cut.shape, kind, cut.kind, given.out.stride(), given.lse is None, given.state is None,
+        call.k.data_ptr() == call.v.data_ptr(),
+        None if spans is NOTHING_BUT_A_PLAN else tuple([None if x is None else x.dtype for x in spans]),
+    )  # fmt: skip
+    addresses += cut.addresses + cut.shape.scratch.addresses(given.scratch)
+    _stages.launch(key, addresses, call.q.device, lambda: _launches(given))
+
+
+def _launches(given: Given) -> list[Launch]:
+    call, shape, c = given.call, given.cut.shape, given.call.checked
+    workers = shape.workers * c.kv_heads, shape.row_blocks
+    stage_1 = Launch(split_kernel, workers, given.split(), _split_numbers(call, shape))
+    tiles = c.batch * c.q_heads * c.q_len, triton.cdiv(c.head_dim_v, shape.merged_columns)
+    stage_2 = Launch(merge_kernel, tiles, given.shared(), _merge_numbers(call, shape))
+    return [stage_1, stage_2] if shape.most_items else [stage_2]
 
 
 def _common_numbers(c: Checked) -> dict[str, Any]:
@@ -160,20 +167,23 @@ def _common_numbers(c: Checked) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _split_numbers(call: Call, shape: Shape, latent: bool) -> dict[str, Any]:
+def _split_numbers(call: Call, shape: Shape) -> dict[str, Any]:
     """Arguments and options of stage 1 that have no pointer."""
     c = call.checked
     differ = c.q_len > 1 or call.mask is not None
+    ahead = shape.ahead if call.page_table is None else min(shape.ahead, MOST_AHEAD_IN_PAGES)
     return {
-        **_common_numbers(c), **shape.launching(stage_1=True), "blocks": blocks_of(call),
+        **_common_numbers(c), **shape.launching(ahead), "blocks": blocks_of(call),
         "scores": _scores(c, call.alibi_slopes is not None), "cap": _cap(c), "window": c.window,
         "capacity": min(c.capacity, longest_on_gpu(c.batch)), "D": c.head_dim, "D0": shape.d[0], "D1": shape.d[1],
         "E0": shape.e[0], "E1": shape.e[1], "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
-        "LEVELS": shape.block_n.bit_length() - 1, "PAGE_SIZE": c.page_size,
-        "WIDE": _wide(call.k) or _wide(call.v), "CAUSAL": c.causal and (c.q_len > 1 or call.positioned),
-        "DIFFER": differ, "TREE": c.mask_is_tree, "LATENT": latent, "SHIFT": 15 if c.dtype == torch.float16 else 0,
+        "FOLDS": shape.folds, "PLACES": shape.block_n.bit_length() - 1 - shape.folds, "PAGE_SIZE": c.page_size,
+        "WIDE": max(_wide(call.k, call.page_table is not None), _wide(call.v, call.page_table is not None)),
+        "TWINS": call.k.stride() == call.v.stride(), "CAUSAL": c.causal and (c.q_len > 1 or call.positioned),
+        "DIFFER": differ, "TREE": c.mask_is_tree, "LATENT": _latent(call, shape),
+        "SHIFT": 15 if c.dtype == torch.float16 else 0,
         # Pages are loaded ahead of keys: one stage more for each.
-        "STAGES": shape.stages if call.page_table is None else 2 * shape.stages - 1,
+        "STAGES": ahead + 1 if call.page_table is None else 2 * ahead + 1,
         "SUM": tl.float64 if c.dtype == torch.float32 else tl.float32, "num_warps": _warps(call, shape, differ),
     }  # fmt: skip
 
@@ -204,10 +214,13 @@ def _cap(c: Checked) -> float | None:
     return None if c.softcap is None or c.softcap > info.max else max(c.softcap, info.smallest_normal)
 
 
-def _wide(cache: torch.Tensor) -> bool:
-    """Whether an offset among the tokens of one sequence or page may pass 2**31."""
-    tokens, columns = cache.shape[2:]
-    return tokens * abs(cache.stride(2)) + columns * abs(cache.stride(3)) >= 2**31
+def _wide(cache: torch.Tensor, paged: bool) -> int:
+    """Which offsets may pass 2**31: those among the tokens of one sequence or page (2), or those of pages (1)."""
+    pages, _, tokens, columns = cache.shape
+    within = tokens * cache.stride(2) + columns * cache.stride(3)
+    if within >= 2**31:
+        return 2
+    return int(paged and within + pages * cache.stride(0) >= 2**31)
 
 
 def _latent(call: Call, shape: Shape) -> bool:

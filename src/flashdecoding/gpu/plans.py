@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -10,14 +11,17 @@ import triton
 
 from flashdecoding import validate
 from flashdecoding.gpu.arguments import Cut, Reach
-from flashdecoding.gpu.direct import Direct, Pointers
+from flashdecoding.gpu.direct import Addresses, Direct, Launch, addresses_of
 from flashdecoding.gpu.planning import OFFSETS, RECORD, SEQLENS, TABLE_ROWS, plan_kernel
 from flashdecoding.gpu.shapes import Shape, launch_shape
 from flashdecoding.lengths import DeviceSpans, Lengths, device_lengths, longest_on_gpu, read_lengths
 from flashdecoding.plan import DecodeProblem, SplitPlan
 from flashdecoding.refusal import Refusal
+from flashdecoding.signature import Checked
 
-_plan = Direct(plan_kernel, {"spans": range(0, 3), "cut": range(3, 6)})
+MOST_ADMITTED = 64  # kinds of call that a plan remembers
+
+_plan = Direct({"spans": slice(0, 3), "cut": slice(3, 6)})
 
 
 class DeviceCut(NamedTuple):
@@ -27,6 +31,8 @@ class DeviceCut(NamedTuple):
     workers: torch.Tensor  # (workers + 1, RECORD)
     table: torch.Tensor  # (TABLE_ROWS, batch + 1), with space for whole records
     items: torch.Tensor  # (most_items, RECORD)
+    addresses: Addresses  # of workers, table and items
+    kind: Hashable  # of these
     shape: Shape
 
     @classmethod
@@ -36,7 +42,7 @@ class DeviceCut(NamedTuple):
         columns = triton.cdiv(batch + 1, RECORD.value)
         sizes = [shape.workers + 1, TABLE_ROWS * columns, shape.most_items]
         workers, table, items = torch.split(records, sizes)
-        return cls(memory, workers, table.view(TABLE_ROWS, -1), items, shape)
+        return cls(memory, workers, table.view(TABLE_ROWS, -1), items, *addresses_of((workers, table, items)), shape)
 
     @classmethod
     def empty(cls, batch: int, shape: Shape, device: torch.device) -> DeviceCut:
@@ -48,9 +54,12 @@ class DeviceCut(NamedTuple):
         return Cut(self.workers, self.table, self.items, self.table.stride(0))
 
 
+_HERE = nullcontext()
+
+
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launches go to ``device``."""
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    return _HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def cut_on_device(cut: DeviceCut, problem: DecodeProblem, spans: DeviceSpans, longest: int, tokens: int) -> None:
@@ -68,9 +77,11 @@ def cut_on_device(cut: DeviceCut, problem: DecodeProblem, spans: DeviceSpans, lo
         }  # fmt: skip
 
     with on(cut.memory.device):
-        key = (problem, shape, longest, tokens, *[None if x is None else x.dtype for x in lengths])
-        pointers = Pointers((*lengths, cut.workers, cut.table, cut.items))
-        _plan.launch(key, (1, 1), pointers, lambda: ({"spans": lengths, "cut": cut.argument()}, numbers()))
+        addresses, kind = addresses_of(lengths)
+        key = (problem, shape, longest, tokens, kind, cut.kind, *[None if x is None else x.dtype for x in lengths])
+        records = {"spans": lengths, "cut": cut.argument()}
+        launch = lambda: [Launch(plan_kernel, (1, 1), records, numbers())]  # noqa: E731
+        _plan.launch(key, addresses + cut.addresses, cut.memory.device, launch)
 
 
 class DevicePlan(SplitPlan):
@@ -83,6 +94,8 @@ class DevicePlan(SplitPlan):
         self.batch_invariant = cut.shape.invariant
         self.where = cut.memory.device
         self._lengths: tuple[int, ...] | None = None
+        self._longest_known = 0
+        self._admitted: set[Checked] = set()
         self._made_from: dict[int, tuple[torch.Tensor, int]] = {}  # tensors that tell of changes, by id; versions
         self.cut = cut
         self.seqlens = cut.table[SEQLENS.value, : problem.batch]
@@ -101,6 +114,7 @@ class DevicePlan(SplitPlan):
         if batch:
             cut_on_device(self.cut, self.problem, DeviceSpans(placed, None, None, None, None), self.max_seqlen, 0)
         self._lengths = lengths
+        self._longest_known = max(lengths or (), default=0)
         sources = [self.seqlens]
         if isinstance(seqlens, torch.Tensor) and on_device and not seqlens.is_inference():
             sources.append(seqlens)
@@ -109,6 +123,14 @@ class DevicePlan(SplitPlan):
     @property
     def lengths(self) -> tuple[int, ...] | None:
         return self._lengths
+
+    def admits(self, checked: Checked) -> bool:
+        return checked in self._admitted and self._longest_known <= checked.capacity
+
+    def admit(self, checked: Checked) -> None:
+        if len(self._admitted) >= MOST_ADMITTED:
+            self._admitted.clear()
+        self._admitted.add(checked)
 
     def is_made_from(self, seqlens: object) -> bool:
         known = self._made_from.get(id(seqlens))

@@ -18,10 +18,10 @@ from flashdecoding.gpu.planning import RECORD
 from flashdecoding.gpu.steps import (
     INFINITY,
     clamped,
+    fold,
     load_block,
     normalised,
     normaliser,
-    ordered_sum,
     position_of,
     queries_of,
     store_block,
@@ -38,7 +38,8 @@ def split_kernel(
     q, k, v, out, results, parts, cut, places, pages, mask, slopes, sinks,
     scores, cap, window, blocks, tokens, capacity, q_len, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLDS: tl.constexpr, PLACES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr, TWINS: tl.constexpr,
     CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
     STAGES: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -63,8 +64,8 @@ def split_kernel(
         token = (q_first + i).to(tl.int64)
         m, l, o0, o1 = attend(
             seq, begin, end, kv_end, token, i, queries, head, q_head, q, k, v, places, pages, mask, slopes, scores,
-            cap, window, blocks, capacity, D, DV, D0, D1, E0, E1, BLOCK_M, BLOCK_N, LEVELS, PAGE_SIZE, WIDE, CAUSAL,
-            DIFFER, TREE, LATENT, SHIFT, STAGES, SUM,
+            cap, window, blocks, capacity, D, DV, D0, D1, E0, E1, BLOCK_M, BLOCK_N, FOLDS, PLACES,
+            PAGE_SIZE, WIDE, TWINS, CAUSAL, DIFFER, TREE, LATENT, SHIFT, STAGES, SUM,
         )  # fmt: skip
         ok = i < queries
         if splits == 1:
@@ -106,7 +107,8 @@ def attend(
     seq, begin, end, kv_end, token, i, queries, head, q_head, q, k, v, places, pages, mask, slopes, scores,
     cap, window, blocks, capacity,
     D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEVELS: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLDS: tl.constexpr, PLACES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr, TWINS: tl.constexpr,
     CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
     STAGES: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
@@ -124,9 +126,9 @@ def attend(
         sees_some = low < high
         end = tl.minimum(end, tl.max(tl.where(sees_some, high, 0), 0))
         begin = tl.minimum(tl.maximum(begin, tl.min(tl.where(sees_some, low, 2147483647), 0)), end)
-        # All rows see keys [common, past).
+        # All rows see keys [common, past) of the split.
         common = tl.max(tl.where(ok, low, 0), 0)
-        past = tl.min(tl.where(ok, high, 2147483647), 0)
+        past = tl.minimum(tl.min(tl.where(ok, high, 2147483647), 0), end)
         if TREE:
             past = tl.minimum(past, tl.minimum(keys_up_to(q_start - 1, kv_start, blocks), kv_end).to(tl.int32))
     else:  # one query
@@ -155,7 +157,7 @@ def attend(
     else:
         page_row = pages.ptr + seq.to(tl.int64) * pages.stride_b
     m = tl.full([BLOCK_M], -INFINITY, SUM)
-    l = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+    l = tl.zeros([BLOCK_M, BLOCK_N >> FOLDS], SUM)
     lost = l
     o0 = tl.zeros([BLOCK_M, E0], SUM)
     o1 = o0
@@ -174,8 +176,8 @@ def attend(
         for start in tl.range(begin, fast_end, BLOCK_N, num_stages=STAGES):
             m, l, lost, o0, o1 = attend_tile(
                 start, fast_end, common, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position,
-                kv_start, slope, anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE, DIFFER,
-                TREE, LATENT, False, SHIFT, SUM,
+                kv_start, slope, anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, FOLDS, PAGE_SIZE,
+                WIDE, TWINS, DIFFER, TREE, LATENT, False, SHIFT, SUM,
             )  # fmt: skip
     if DIFFER:
         if FAST:
@@ -186,7 +188,7 @@ def attend(
             spoilt = begin < end
         if spoilt:
             m = tl.full([BLOCK_M], -INFINITY, SUM)
-            l = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+            l = tl.zeros([BLOCK_M, BLOCK_N >> FOLDS], SUM)
             lost = l
             o0 = tl.zeros([BLOCK_M, E0], SUM)
             o1 = o0
@@ -196,8 +198,8 @@ def attend(
             for start in tl.range(tl.where(spoilt, begin, fast_end), end, BLOCK_N, num_stages=1):
                 m, l, lost, o0, o1 = attend_tile(
                     start, end, common, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position,
-                    kv_start, slope, anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, PAGE_SIZE, WIDE,
-                    DIFFER, TREE, LATENT, True, SHIFT, SUM,
+                    kv_start, slope, anchor, scores, cap, blocks, D, DV, D0, D1, E0, E1, BLOCK_N, FOLDS,
+                    PAGE_SIZE, WIDE, TWINS, DIFFER, TREE, LATENT, True, SHIFT, SUM,
                 )  # fmt: skip
     l += lost
     if pages is not None:  # noqa: SIM102 - one is for the compiler, the other for the GPU
@@ -207,8 +209,5 @@ def attend(
     m *= scores.unit
     if slopes is not None:
         m -= slope * anchor.to(SUM)
-    if DIFFER or slopes is not None or tl.float64 == SUM:
-        l = ordered_sum(l, BLOCK_M, BLOCK_N, LEVELS) * 2.0**-SHIFT
-    else:  # the scores' layout is that of the product: nothing else chooses it
-        l = tl.sum(l, 1) * 2.0**-SHIFT
+    l = tl.reshape(fold(l, PLACES, False), [BLOCK_M]) * 2.0**-SHIFT
     return tl.where(l == 0.0, -INFINITY, m), l, o0, o1

@@ -43,13 +43,17 @@ def position_of(ptr, b, default):
 
 @triton.jit
 def cache_rows(cache, pages, page, slot, WIDE: tl.constexpr):
-    """Offsets of keys' rows in a cache, in 64 bits if WIDE: with `visible.locate`, all that knows about pages."""
-    if WIDE:
+    """Offsets of keys' rows in a cache: with `visible.locate`, all that knows about pages. WIDE: those within a
+    sequence or page (2), or only those of pages (1), may not be int32.
+    """
+    if WIDE == 2:
         rows = slot.to(tl.int64) * cache.stride_s
     else:
         rows = slot * cache.stride_s
     if pages is not None:
-        rows += page.to(tl.int64) * cache.stride_b
+        if WIDE:
+            page = page.to(tl.int64)
+        rows += page * cache.stride_b
     return rows
 
 
@@ -75,15 +79,20 @@ def store_block(base, rows, ok, x, stride_d, FIRST: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
-def ordered_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
-    """Sum of each row of x (ROWS, COLUMNS = 2**LEVELS) by neighbours.
+def fold(x, LEVELS: tl.constexpr, LARGEST: tl.constexpr):
+    """Sums of neighbours in the rows of x, then of the columns half a row apart, until LEVELS are done.
 
-    The order of `tl.sum` follows the layout that the compiler chose, which strides may change; this one does not.
+    The order of a longer `tl.sum` follows the layout that the compiler chose, which strides may change; that of two
+    numbers does not matter. In the layout of a matrix product one thread has the columns that are summed first.
     """
     for level in tl.static_range(LEVELS):
-        first, second = tl.split(tl.reshape(x, [ROWS, COLUMNS >> (level + 1), 2]))
-        x = first + second
-    return tl.reshape(x, [ROWS])
+        if level == 0:
+            pairs = tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2])
+            x = tl.max(pairs, 2) if LARGEST else tl.sum(pairs, 2)
+        else:
+            pairs = tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
+            x = tl.max(pairs, 1) if LARGEST else tl.sum(pairs, 1)
+    return x
 
 
 @triton.jit

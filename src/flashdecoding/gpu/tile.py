@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashdecoding.gpu.steps import INFINITY, LOG2_E, cache_rows, load_block
+from flashdecoding.gpu.steps import INFINITY, LOG2_E, cache_rows, fold, load_block
 from flashdecoding.gpu.visible import key_position, locate, seen_by
 
 
@@ -15,9 +15,9 @@ from flashdecoding.gpu.visible import key_position, locate, seen_by
 def attend_tile(
     start, end, common, past, m, l, lost, o0, o1, q0, q1, rows, cache, pages, mask, slopes, position, kv_start,
     slope, anchor, scores, cap, blocks, D: tl.constexpr, DV: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E0: tl.constexpr, E1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr,
-    DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, CARE: tl.constexpr, SHIFT: tl.constexpr,
-    SUM: tl.constexpr,
+    E0: tl.constexpr, E1: tl.constexpr, BLOCK_N: tl.constexpr, FOLDS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WIDE: tl.constexpr, TWINS: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr,
+    CARE: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """Keys from ``start`` on, before ``end``, added to m, l, what l lost, and o. All rows see keys [common, past). With
     CARE a V that is not finite reaches the rows that see it, and no others.
@@ -29,9 +29,6 @@ def attend_tile(
     if CARE:
         seen = seen_by(rows, key, mask, blocks, TREE) & seen
         inside = inside & (tl.max(seen.to(tl.int32), 0) != 0)
-    elif DIFFER:  # noqa: SIM102 - one is for the compiler, the other for the GPU
-        if (start < common) | (start + BLOCK_N > past):
-            seen = seen_by(rows, key, mask, blocks, TREE) & seen
     page, slot, exists = locate(pages, page_row, key, inside, PAGE_SIZE)
     k_rows = cache_rows(k, pages, page, slot, WIDE)
     k0 = load_block(k_base, k_rows, exists, k.stride_d, 0, D, D0)
@@ -47,9 +44,14 @@ def attend_tile(
             s = s * scores.scale
         distance = tl.abs(position[:, None] - key_position(key, kv_start, blocks)[None, :])
         s -= slope[:, None] * (distance - anchor[:, None]).to(SUM)
-    s = tl.where(seen, s, -INFINITY)
-    p, m, l, lost, shrink = softmax_step(s, m, l, lost, scores.unit * LOG2_E, SHIFT)
-    v_rows = k_rows if LATENT else cache_rows(v, pages, page, slot, WIDE)
+    if CARE:
+        s = tl.where(seen, s, -INFINITY)
+    elif (start < common) | (start + BLOCK_N > past):
+        if DIFFER:
+            seen = seen_by(rows, key, mask, blocks, TREE) & seen
+        s = tl.where(seen, s, -INFINITY)
+    p, m, l, lost, shrink = softmax_step(s, m, l, lost, scores.unit * LOG2_E, SHIFT, FOLDS)
+    v_rows = k_rows if TWINS else cache_rows(v, pages, page, slot, WIDE)
     v0 = k0
     if tl.float32 == SUM and not LATENT:
         v0 = load_block(v_base, v_rows, exists, v.stride_d, 0, DV, E0)
@@ -128,18 +130,25 @@ def soft_cap(s, cap):
 
 
 @triton.jit
-def softmax_step(s, m, l, lost, factor, shift):
+def softmax_step(s, m, l, lost, factor, SHIFT: tl.constexpr, LEVELS: tl.constexpr):
     """Online softmax (2.4.1): weights of a tile, the new m, l and ``lost``, and what the numerator shrinks by.
 
-    Weights are 2**((s - m) * factor + shift). l (rows, keys of a tile) adds them up by their place in the tile; in
-    float32 ``lost`` has what its roundings left out, because those of thousands of equal weights have one sign.
+    Weights are 2**((s - m) * factor + SHIFT). l (rows, places) adds up the weights of a tile, folded; in float32
+    ``lost`` has what its roundings left out, because those of thousands of equal weights have one sign. (Folding such
+    weights rounds nothing.)
     """
     top = tl.maximum(m, tl.max(s, 1))
     base = tl.where(top == -INFINITY, 0.0, top)
-    p = tl.exp2((s - base[:, None]) * factor + shift)
     shrink = tl.exp2((m - base) * factor)
-    kept = l * shrink[:, None]
-    l = kept + p
+    # Not as one product and sum: what rounding base * factor leaves of a score of 1e30 is far too much.
+    exponent = (s - base[:, None]) * factor
+    if SHIFT:
+        exponent += SHIFT
+    p = tl.exp2(exponent)
+    # The factors by way of the weights' layout, so that l keeps to that: the largest of equal numbers costs nothing.
+    factors = fold(tl.broadcast_to(shrink[:, None], p.shape), LEVELS, True)
+    kept, added = l * factors, fold(p, LEVELS, False)
+    l = kept + added
     if tl.float32 == l.dtype:
-        lost = lost * shrink[:, None] + (p - (l - kept))
+        lost = lost * factors + (added - (l - kept))
     return p, top, l, lost, shrink

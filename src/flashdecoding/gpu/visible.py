@@ -75,9 +75,10 @@ def locate(pages, page_row, key, inside, PAGE_SIZE: tl.constexpr):
         slot = key
         exists = inside
     else:
-        page = tl.load(page_row + (key // PAGE_SIZE).to(tl.int64) * pages.stride_p, mask=inside, other=0)
-        slot = key % PAGE_SIZE
-        exists = inside & (page >= 0) & (page < pages.pages)
+        number = key.to(tl.uint32)  # whose quotients take fewer instructions
+        page = tl.load(page_row + (number // PAGE_SIZE).to(tl.int64) * pages.stride_p, mask=inside, other=-1)
+        slot = (number % PAGE_SIZE).to(tl.int32)
+        exists = page.to(tl.uint32) < pages.pages
     return page, slot, exists
 
 
