@@ -125,6 +125,11 @@ def test_a_kind_of_launch_goes_through_the_front_end_once(monkeypatch: pytest.Mo
 
     at = memory.data_ptr()
     assert at % 16 == 0
+    dropped = torch.zeros(64, dtype=torch.int32)
+    launch("dropped", dropped, dropped)
+    ready = next(iter(launcher._known.values()))[0]
+    assert not any(isinstance(x, tuple) and any(isinstance(y, torch.Tensor) for y in x) for x in ready.arguments)
+    kernel.by_name.clear()
     launch("a", memory, memory)  # one tensor as all three, which later launches must not take for a rule
     for _ in range(2):
         launch("a", memory[4:], memory[:])

@@ -91,13 +91,15 @@ class Direct:
         compiled = kernel[grid](**given, **others)
         if compiled is None:
             return None
-        records = []
+        arguments, records = [others.get(name) for name in names], []  # which hold none of the call's tensors
         for name, record in given.items():
-            pointers = self._roles[name]
-            count = pointers.stop - pointers.start
-            if record is not None and any(pointer is not None for pointer in record[:count]):
-                records.append((names.index(name), pointers, tuple(record[count:])))
-        arguments = [given.get(name, others.get(name)) for name in names]
+            if record is not None:
+                place, pointers = names.index(name), self._roles[name]
+                count = pointers.stop - pointers.start
+                if all(pointer is None for pointer in record[:count]):
+                    arguments[place] = record
+                else:
+                    records.append((place, pointers, tuple(record[count:])))
         return _Ready(compiled, grid, arguments, records)
 
 

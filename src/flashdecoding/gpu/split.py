@@ -43,8 +43,8 @@ def split_kernel(
     CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
     STAGES: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A worker's splits, one after the other. DIFFER: rows may see different keys. WIDE: offsets within a sequence, or
-    within a page, may not be int32. LATENT: v is the first columns of k. PDL: this may be placed before what comes
+    """A worker's splits, one after the other. DIFFER: rows may see different keys. WIDE: see
+    `cache_rows`. TWINS: v has the strides of k. LATENT: v is the first columns of k. PDL: this may be placed before what comes
     earlier has ended, and stage 2 before this has.
     """
     head = tl.program_id(0) % KV_HEADS
