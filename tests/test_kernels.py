@@ -43,7 +43,9 @@ SHARED_ROWS = {
     "fp16-d256-strided-ragged-g1-plain-lse-sm_100",
     "fp16-d128-paged-1-ragged-g71-state-sm_100",
 }
-"""Known defects: warps do not share out the columns of P V alone, which is slower, not wrong."""
+SHARES_ROWS = pytest.mark.xfail(
+    raises=AssertionError, strict=True, reason="known defect: warps share rows of P V; that is slower, not wrong"
+)
 
 
 def _name(call: tuple[Variant, str]) -> str:
@@ -91,8 +93,11 @@ def test_kernels_keep_to_registers(call: tuple[Variant, str], compiled: Compiled
 
 @pytest.mark.parametrize(
     "call",
-    [call for call in CALLS if call[0].dtype != "fp32" and call[1] != "gfx942" and _name(call) not in SHARED_ROWS],
-    ids=_name,
+    [
+        pytest.param(call, id=_name(call), marks=[SHARES_ROWS] if _name(call) in SHARED_ROWS else [])
+        for call in CALLS
+        if call[0].dtype != "fp32" and call[1] != "gfx942"
+    ],
 )
 def test_warps_of_16_bit_products_share_out_columns(call: tuple[Variant, str], compiled: Compiled) -> None:
     """Not the few rows, which leave most warps nothing to do but what others do too; 64 are enough for four."""

@@ -43,9 +43,9 @@ def split_kernel(
     CAUSAL: tl.constexpr, DIFFER: tl.constexpr, TREE: tl.constexpr, LATENT: tl.constexpr, SHIFT: tl.constexpr,
     STAGES: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A worker's splits, one after the other. DIFFER: rows may see different keys. WIDE: see
-    `cache_rows`. TWINS: v has the strides of k. LATENT: v is the first columns of k. PDL: this may be placed before what comes
-    earlier has ended, and stage 2 before this has.
+    """A worker's splits, one after the other. DIFFER: rows may see different keys. WIDE: see `cache_rows`. TWINS: v has
+    the strides of k. LATENT: v is the first columns of k. PDL: this may be placed before what comes earlier has ended,
+    and stage 2 before this has.
     """
     head = tl.program_id(0) % KV_HEADS
     worker = cut.workers_ptr + tl.program_id(0) // KV_HEADS * RECORD
